@@ -99,6 +99,7 @@ def test_a_strategy_says_what_it_needs_promises_and_sends(axis):
         ["submit", "kubernetes", "--help"],
         ["demo", "--help"],
         ["examples"],
+        ["runs", "--help"],
         ["bench", "--help"],
         ["export", "--help"],
         ["doctor", "--help"],

@@ -87,6 +87,7 @@ NOT_RUN = {
     "paceline doctor -H": "it asks other hosts",
     "paceline doctor --hostfile": "it asks other hosts",
     "paceline doctor": "it says what this machine lacks: tests/cli/test_doctor.py",
+    "paceline runs": "it reads a folder of runs: tests/cli/test_runs.py",
     "paceline server": "tests/server; coordinator and servers run until a job ends",
     "paceline bench": "hours, and numbers instead of a result: tests/bench",
     "paceline demo": "tests/demo",

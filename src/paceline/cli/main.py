@@ -30,6 +30,7 @@ VERBS = {
     "profile": "say what a step takes: memory, operations, traffic",
     "verify": "prove that a plan trains as one process does",
     "doctor": "look at the hosts before a job does: what would stop it or slow it down",
+    "runs": "list runs, show or compare some, remove some",
     "server": "start a parameter server alone, and look at those of a job",
     "export": "write a checkpoint's model as transformers reads it",
     "demo": "pre-train a small BERT with two processes, from nothing",

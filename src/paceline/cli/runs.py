@@ -1,0 +1,259 @@
+"""List the runs of a folder, show one, compare some, or remove some.
+
+paceline runs                          a line for each, the newest first
+paceline runs show JOB                 its plan, losses, evaluations, speed, memory and checkpoints
+paceline runs compare JOB JOB ...      side by side
+paceline runs rm JOB ...               after a question; --yes removes without one
+
+JOB is a run's name in the folder of --runs, or the path of its run directory. All of it is read from files, also while
+a job runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.nouns.errors import UsageError
+from paceline.nouns.table import aligned
+from paceline.run import summary
+from paceline.run.summary import Details, Run
+
+_SHOWN = 20  # runs in the list without --all
+_EVALUATIONS = 5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    _add_common(parser, argparse.SUPPRESS)
+    parser.set_defaults(runs=Path("runs"), json=False, all=False)
+    parser.add_argument("--all", action="store_true", help=f"list all runs, and not the newest {_SHOWN}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB")
+    for name, count, summary_of in (
+        ("show", None, "show one run"),
+        ("compare", "+", "put runs side by side"),
+        ("rm", "+", "remove runs with their checkpoints"),
+    ):
+        verb = verbs.add_parser(name, help=summary_of, allow_abbrev=False)
+        verb.add_argument("jobs", nargs=count, metavar="JOB", help="a run's name, or its run directory")
+        _add_common(verb, argparse.SUPPRESS)  # without a default: it would hide one before the verb
+        if name == "rm":
+            verb.add_argument("--yes", action="store_true", help="remove without a question")
+            verb.add_argument("--dry-run", action="store_true", help="say what would be removed")
+
+
+def _add_common(parser: argparse.ArgumentParser, default: Any) -> None:
+    parser.add_argument("--runs", type=Path, default=default, metavar="DIR", help="where runs are kept (default runs)")
+    parser.add_argument("--json", action="store_true", default=default, help="print JSON on stdout")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """List, show, compare or remove."""
+    if arguments.verb is not None and arguments.all:
+        raise UsageError("--all", f"`paceline runs {arguments.verb}` names its runs", "leave --all out")
+    if arguments.verb == "show":
+        return _show(arguments)
+    if arguments.verb == "compare":
+        return _compare(arguments)
+    if arguments.verb == "rm":
+        return _remove(arguments)
+    return _list(arguments)
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    found = summary.list_runs(arguments.runs)
+    if arguments.json:
+        print(json.dumps([run.to_json() for run in found]))
+        return 0
+    if not found:
+        print(f"paceline runs: there is none in {arguments.runs}", file=sys.stderr)
+        return 0
+    shown = found if arguments.all else found[:_SHOWN]
+    rows: list[Sequence[str]] = [("job", "status", "started", "steps", "loss", "evaluation", "ranks", "plan")]
+    for run in shown:
+        rows.append(
+            (
+                run.name,
+                run.status,
+                _when(run.started),
+                _steps(run),
+                _number(run.loss),
+                _scores(run.evaluation),
+                str(run.ranks or "-"),
+                run.plan or "-",
+            )
+        )
+    _print(aligned(rows, "{:<}  {:<}  {:<}  {:>}  {:>}  {:<}  {:>}  {}"))
+    left = len(found) - len(shown)
+    if left:
+        print(f"paceline runs: {left} older ones; --all lists them", file=sys.stderr)
+    return 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    from paceline.demo.report import terminal_curve
+
+    folder = summary.find_folder(arguments.runs, arguments.jobs)
+    run, details = summary.read_run(folder), summary.read_details(folder)
+    if arguments.json:
+        print(json.dumps({**run.to_json(), **_details_as_json(details)}))
+        return 0
+    facts = {"job": run.name, **_facts(run, details)}
+    rows = [(name, value) for name, value in facts.items() if value != "-"]
+    _print(aligned(rows, "{:<}  {}"))
+    finite = [loss for loss in details.losses if loss == loss and abs(loss) != float("inf")]
+    if finite:
+        print(f"loss over the steps  {terminal_curve(finite)}")
+    for step, scores in details.evaluations[-_EVALUATIONS:]:
+        print(f"evaluation at step {step}  {_scores(scores)}")
+    for name, (step, value) in sorted(details.logged.items()):
+        print(f"logged at step {step}  {_text(name)} {_number(value)}")
+    return 0
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    folders = [summary.find_folder(arguments.runs, job) for job in arguments.jobs]
+    if len(folders) < 2:
+        raise UsageError(f"compare {arguments.jobs[0]}", "that is one run", "name two or more")
+    found = [(summary.read_run(folder), summary.read_details(folder)) for folder in folders]
+    differing = summary.difference([summary.read_plan(folder) for folder in folders])
+    if arguments.json:
+        both = [{**run.to_json(), **_details_as_json(details)} for run, details in found]
+        print(json.dumps({"runs": both, "plans_differ": differing}))
+        return 0
+    facts = [_facts(run, details) for run, details in found]
+    rows: list[Sequence[str]] = [("", *(run.name for run, _ in found))]
+    for name in facts[0]:
+        values = [each[name] for each in facts]
+        if any(value != "-" for value in values):
+            rows.append((name, *values))
+    rows += [(f"plan: {name}", *(str(value) for value in values)) for name, values in differing.items()]
+    _print(aligned(rows, "  ".join(["{:<}", *["{:>}"] * len(found)])))
+    return 0
+
+
+def _remove(arguments: argparse.Namespace) -> int:
+    folders = list(dict.fromkeys(summary.find_folder(arguments.runs, job) for job in arguments.jobs))
+    for folder in folders:
+        _check_may_remove(folder)
+    sizes = {folder: summary.size_of(folder) for folder in folders}
+    for folder, size in sizes.items():
+        if not arguments.json:
+            print(f"{folder}  {_bytes(size)}")
+    if not arguments.dry_run:
+        if not arguments.yes and not _agrees(len(folders)):
+            return 1
+        for folder in folders:
+            shutil.rmtree(folder)
+    done = "would be removed" if arguments.dry_run else "removed"
+    if arguments.json:
+        removed = [{"run_dir": str(folder), "bytes": size} for folder, size in sizes.items()]
+        print(json.dumps({"removed": [] if arguments.dry_run else removed, "found": removed}))
+    else:
+        print(f"paceline runs: {len(folders)} {done}, {_bytes(sum(sizes.values()))}", file=sys.stderr)
+    return 0
+
+
+def _check_may_remove(folder: Path) -> None:
+    """Raise UsageError for a run that is training, and for a link."""
+    if folder.is_symlink():
+        raise UsageError(f"rm {folder}", "it is a link to another folder", "remove the link, or name that folder")
+    if summary.read_run(folder).status == summary.RUNNING:
+        raise UsageError(
+            f"rm {folder}",
+            f"it is running, or was within the last {summary.QUIET_S:.0f} s",
+            "stop it first (Ctrl-C, or `kill` the command that started it), and try again then",
+        )
+
+
+def _agrees(count: int) -> bool:
+    """Ask whether to remove; without a terminal nobody can answer."""
+    if not sys.stdin.isatty():
+        raise UsageError(
+            "rm without --yes", "nobody can be asked: standard input is no terminal", "write --yes if you are sure"
+        )
+    print(f"remove {'it' if count == 1 else f'these {count}'}, with the checkpoints? [y/N] ", end="", flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _facts(run: Run, details: Details) -> dict[str, str]:
+    """Return what is known of a run, as people read it; `-` where nothing is."""
+    finite = [loss for loss in details.losses if loss == loss]
+    checkpoints = "-"
+    if details.checkpoints:
+        steps = ", ".join(map(str, details.checkpoints))
+        checkpoints = f"steps {steps} ({_bytes(details.checkpoint_bytes)})"
+    seconds, speed = details.seconds_per_step, details.samples_per_s
+    return {
+        "status": run.status,
+        "failure": _text(details.failure) if details.failure and run.status != summary.RUNNING else "-",
+        "started": _when(run.started),
+        "starts": str(details.starts or "-"),
+        "file": _text(" ".join(run.script)) or "-",
+        "plan": run.plan or "-",
+        "ranks": str(run.ranks or "-"),
+        "steps": _steps(run),
+        "loss, first": _number(finite[0] if finite else None),
+        "loss, last": _number(run.loss),
+        "loss, lowest": _number(min(finite, default=None)),
+        "evaluation": _scores(run.evaluation),
+        "a step": "-" if seconds is None else f"{1000 * seconds:.1f} ms",
+        "samples/s": "-" if speed is None else f"{speed:,.1f}",
+        "memory of rank 0": _bytes(details.memory_bytes) if details.memory_bytes else "-",
+        "checkpoints": checkpoints,
+    }
+
+
+def _details_as_json(details: Details) -> dict[str, Any]:
+    return {
+        "starts": details.starts,
+        "loss_first": details.losses[0] if details.losses else None,
+        "loss_lowest": min(details.losses, default=None),
+        "evaluations": [{"step": step, **scores} for step, scores in details.evaluations],
+        "logged": {name: {"step": step, "value": value} for name, (step, value) in details.logged.items()},
+        "seconds_per_step": details.seconds_per_step,
+        "samples_per_s": details.samples_per_s,
+        "memory_bytes": details.memory_bytes,
+        "checkpoints": list(details.checkpoints),
+        "checkpoint_bytes": details.checkpoint_bytes,
+        "failure": details.failure,
+    }
+
+
+def _print(lines: Sequence[str]) -> None:
+    for line in lines:
+        print(line.rstrip())
+
+
+def _text(text: str) -> str:
+    """Return a text without what a terminal would take for a command."""
+    return "".join(each if each.isprintable() else "�" for each in text)
+
+
+def _when(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at)) if at else "-"
+
+
+def _steps(run: Run) -> str:
+    return f"{run.step}/{run.total_steps}" if run.total_steps else str(run.step)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _scores(scores: Mapping[str, float]) -> str:
+    return ", ".join(f"{_text(name)} {_number(value)}" for name, value in scores.items()) or "-"
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"

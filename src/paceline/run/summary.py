@@ -1,0 +1,284 @@
+"""What is known of the runs in a folder, from their files alone: nothing asks a process or a host."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint.manifest import CHECKPOINTS, list_checkpoints, step_of
+from paceline.nouns.errors import PacelineError, ReadError, UsageError, did_you_mean
+from paceline.nouns.plan import Plan
+from paceline.nouns.reading import read_json
+from paceline.run.supervise.progress import decoded
+
+RUNNING, CUT_OFF = "running", "cut off"
+QUIET_S = 120.0  # without a result and without an event for longer, a run has been cut off
+_TAIL_BYTES = 2**16
+_NOT_SCORES = ("event", "step", "epoch", "at")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run, as `paceline runs` lists it.
+
+    Args:
+        folder: its run directory.
+        status: what `result.json` says, such as done, failed or stopped; or "running", or "cut off" where there is no
+            result of its last start, and no event of the last two minutes.
+        started: by the clock of its host, seconds since 1970; of the last start.
+        step: the last one that is written down.
+        total_steps: of the whole job; 0 if unknown.
+        loss: of that step.
+        evaluation: the newest one, by name.
+        ranks: of the last start.
+        plan: in short.
+        script: the workload file, and its arguments.
+    """
+
+    folder: Path
+    status: str
+    started: float
+    step: int = 0
+    total_steps: int = 0
+    loss: float | None = None
+    evaluation: dict[str, float] = field(default_factory=dict)
+    ranks: int = 0
+    plan: str = ""
+    script: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Return the run's name."""
+        return self.folder.name
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the run for programs."""
+        return {
+            "job": self.name,
+            "run_dir": str(self.folder),
+            "status": self.status,
+            "started": self.started,
+            "step": self.step,
+            "total_steps": self.total_steps,
+            "loss": self.loss,
+            "evaluation": self.evaluation,
+            "ranks": self.ranks,
+            "plan": self.plan,
+            "script": list(self.script),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Details:
+    """What reading all of a run's events adds.
+
+    Args:
+        starts: how often the job was started or resumed.
+        losses: of each step, in their order; steps that were taken again once.
+        evaluations: step and ratios, in their order.
+        logged: the newest number of each name that the loop has logged, with its step.
+        seconds_per_step: the median of the last attempt's steps.
+        samples_per_s: over the same steps; None where the loop makes its own batches.
+        memory_bytes: the largest resident memory of rank 0.
+        checkpoints: their steps, and the bytes of all.
+        failure: the first line of what ended it, if something did.
+    """
+
+    starts: int
+    losses: tuple[float, ...]
+    evaluations: tuple[tuple[int, dict[str, float]], ...]
+    logged: dict[str, tuple[int, float]]
+    seconds_per_step: float | None
+    samples_per_s: float | None
+    memory_bytes: int
+    checkpoints: tuple[int, ...]
+    checkpoint_bytes: int
+    failure: str | None
+
+
+def list_runs(runs: Path) -> list[Run]:
+    """Return the runs in a folder, the one that was started last first.
+
+    Raises:
+        UsageError: there is no such folder.
+    """
+    if not runs.is_dir():
+        raise UsageError(f"the runs in {runs}", "there is no such folder", "name the folder of your runs with --runs")
+    found = [read_run(path.parent) for path in runs.glob("*/job.json")]
+    return sorted(found, key=lambda run: run.started, reverse=True)
+
+
+def find_folder(runs: Path, job: str) -> Path:
+    """Return the run directory of a job: its name in `runs`, or its path.
+
+    Raises:
+        UsageError: there is none.
+    """
+    for folder in (runs / job, Path(job)):
+        if (folder / "job.json").is_file():
+            return folder
+    known = [path.parent.name for path in runs.glob("*/job.json")]
+    found = "there is no such run" if runs.is_dir() else f"there is no folder {runs}"
+    if (runs / job).is_dir() or Path(job).is_dir():
+        found = "the folder is there, but it is no run: it has no job.json"
+    raise UsageError(f"the run {job!r} in {runs}", found, did_you_mean(job, known, "see `paceline runs`"))
+
+
+def read_run(folder: Path) -> Run:
+    """Return what is known of one run without reading all of its events; parts that can't be read are left out."""
+    job = _read(folder / "job.json")
+    result = _read(folder / "result.json")
+    started = _changed(folder / "job.json")
+    has_ended = _changed(folder / "result.json") >= started and "status" in result
+    newest = _newest_events(folder / "events.jsonl")
+    last_event = max(_changed(folder / "events.jsonl"), started)
+    status = str(result["status"]) if has_ended else RUNNING
+    if not has_ended and time.time_ns() / 1e9 - last_event > QUIET_S:
+        status = CUT_OFF
+    step = newest.get("step", {})
+    words = [str(job.get("script", ""))] + [str(word) for word in job.get("arguments", []) or []]
+    return Run(
+        folder=folder,
+        status=status,
+        started=started,
+        step=int(step.get("step", 0)),
+        total_steps=_total_steps(folder / "events.jsonl", newest),
+        loss=step.get("loss"),
+        evaluation=_scores(newest.get("evaluation", {})),
+        ranks=int(job.get("ranks") or 0),
+        plan=_plan(folder),
+        script=tuple(words),
+    )
+
+
+def read_details(folder: Path) -> Details:
+    """Read all of a run's events."""
+    losses: dict[int, float] = {}
+    evaluations: dict[int, dict[str, float]] = {}
+    logged: dict[str, tuple[int, float]] = {}
+    last: list[Mapping[str, Any]] = []  # steps of the last attempt
+    starts, memory = 0, 0
+    for event in _events(folder / "events.jsonl"):
+        kind, step = event["event"], int(event.get("step", 0))
+        if kind == "start":
+            starts, last = starts + 1, []
+        elif kind == "step":
+            losses[step] = event["loss"]
+            memory = max(memory, int(event["memory_bytes"]))
+            last.append(event)
+        elif kind == "evaluation":
+            evaluations[step] = _scores(event)
+        elif kind == "logged":
+            logged |= {name: (step, value) for name, value in _scores(event).items()}
+    seconds = [event["seconds"] for event in last[1:] or last]
+    samples = sum(event["samples"] for event in last[1:] or last)
+    names = [each.name for each in list_checkpoints(folder / CHECKPOINTS)]
+    return Details(
+        starts=starts,
+        losses=tuple(losses[step] for step in sorted(losses)),
+        evaluations=tuple(sorted(evaluations.items())),
+        logged=logged,
+        seconds_per_step=statistics.median(seconds) if seconds else None,
+        samples_per_s=samples / sum(seconds) if samples and sum(seconds) else None,
+        memory_bytes=memory,
+        checkpoints=tuple(sorted(step for step in map(step_of, names) if step is not None)),
+        checkpoint_bytes=size_of(folder / CHECKPOINTS),
+        failure=_failure(folder),
+    )
+
+
+def size_of(folder: Path) -> int:
+    """Return the bytes of all files in a folder, without following links."""
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += 0 if path.is_symlink() or not path.is_file() else path.stat().st_size
+        except OSError:
+            continue  # removed meanwhile
+    return total
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = read_json(path, dict)
+    except (ReadError, OSError):
+        return {}  # not written yet, or cut off by a crash or a full disk
+    return found
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _plan(folder: Path) -> str:
+    try:
+        return Plan.of(_read(folder / "plan.json"), "plan.json").line()
+    except (PacelineError, TypeError, ValueError):
+        return ""
+
+
+def _scores(event: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        name: value
+        for name, value in event.items()
+        if name not in _NOT_SCORES and isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+def _newest_events(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the last event of each kind near the end of a file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(path.stat().st_size - _TAIL_BYTES, 0))
+            content = file.read()
+    except OSError:
+        return {}
+    return {event["event"]: event for event in decoded(content)}
+
+
+def _total_steps(path: Path, newest: Mapping[str, Mapping[str, Any]]) -> int:
+    """Return the steps of the whole job, by the newest event that says so; else by the file's beginning."""
+    for kind in ("own_batches", "start"):
+        if kind in newest:
+            return int(newest[kind]["total_steps"])
+    try:
+        with path.open("rb") as file:
+            head = file.read(_TAIL_BYTES)
+    except OSError:
+        return 0
+    first = {event["event"]: event for event in decoded(head)}
+    return int(first.get("own_batches", first.get("start", {})).get("total_steps", 0))
+
+
+def _events(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                yield from decoded(line)
+    except OSError:
+        return
+
+
+def _failure(folder: Path) -> str | None:
+    failure = _read(folder / "result.json").get("failure")
+    text = failure.get("message") if isinstance(failure, dict) else failure
+    return str(text).splitlines()[0] if text else None
+
+
+def difference(plans: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the settings in which plans differ, with the value of each plan."""
+    names = dict.fromkeys(name for plan in plans for name in plan)
+    values = {name: [plan.get(name) for plan in plans] for name in names}
+    return {name: each for name, each in values.items() if any(one != each[0] for one in each)}
+
+
+def read_plan(folder: Path) -> dict[str, Any]:
+    """Return the settings of a run's plan; none where they can't be read."""
+    return _read(folder / "plan.json")
