@@ -99,7 +99,7 @@ class Executor:
         limits: of each program.
         mode: "expression": x and calls of `operations`; "python": functions of plain data without files, processes,
             attributes that begin with _, or imports beyond a few modules; "unchecked": any Python, for tests of the
-            walls behind these checks.
+            limits behind these checks.
         operations: of expressions: by name, a Python expression of x. They are trusted.
         group: how many expressions one fork runs; if one of them ends it, the next begins in another.
 
@@ -130,9 +130,9 @@ class Executor:
             raise
 
     @property
-    def walls(self) -> dict[str, bool]:
+    def kernel_limits(self) -> dict[str, bool]:
         """What the kernel does: `refuses_calls` (seccomp), and `namespaces` without a network."""
-        return self.processes[0].walls
+        return self.processes[0].kernel_limits
 
     def run(self, runs: Sequence[Run]) -> list[Answer]:
         """Return what came of each, in their order."""
@@ -198,7 +198,7 @@ class _Process:
                 f"{sys.executable} -I -S {_FILE.name} said nothing within {_START_S} s",
                 "run that command, and see what it prints",
             )
-        self.walls: dict[str, bool] = json.loads(line)
+        self.kernel_limits: dict[str, bool] = json.loads(line)
 
     def ask(self, jobs: list[dict[str, Any]]) -> None:
         """Send jobs; `answers` returns what comes of them."""

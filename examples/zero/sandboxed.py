@@ -449,8 +449,8 @@ def main() -> None:
     """Answer requests, a line of JSON each, until there are no more."""
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     zygote = Zygote(json.loads(requests.readline()))
-    walls = {"refuses_calls": zygote.refuses_calls, "namespaces": zygote.namespaces}
-    answers.write(json.dumps(walls).encode() + b"\n")
+    kernel_limits = {"refuses_calls": zygote.refuses_calls, "namespaces": zygote.namespaces}
+    answers.write(json.dumps(kernel_limits).encode() + b"\n")
     answers.flush()
     for line in requests:
         for answer in zygote.run(json.loads(line)):

@@ -63,7 +63,7 @@ def executors(example):
     limits = example.executor.Limits(wall_s=0.8, memory=256 * 2**20, longest=2000)
     operations = {"i": "(x + 1) % 6", "n": "5 - x"}
     made = {mode: example.executor.Executor(limits, mode, operations) for mode in example.executor.MODES}
-    if not made["python"].walls["refuses_calls"]:
+    if not made["python"].kernel_limits["refuses_calls"]:
         pytest.skip("the kernel does not filter system calls here")
     yield made
     for each in made.values():
@@ -222,7 +222,7 @@ def test_without_a_filter_of_calls_only_expressions_run(example, monkeypatch, tm
     monkeypatch.setattr(example.executor, "_FILE", file)
     for mode, program, error in (("python", ADD, "refused"), ("unchecked", ADD, "refused"), ("expression", "x", None)):
         with example.executor.Executor(mode=mode) as executor:
-            assert not executor.walls["refuses_calls"]
+            assert not executor.kernel_limits["refuses_calls"]
             (answer,) = executor.run([example.executor.Run(program, ("1",))])
         assert answer.error == error
     assert "system calls" in answer.message or error is None
