@@ -101,7 +101,8 @@ def test_a_run_that_goes_on_after_a_result_is_running(runs, capsys):
     for name in ("job.json", "events.jsonl"):
         os.utime(runs / "old" / name, (now, now))
     assert main(["runs", "--json"]) == 0
-    assert [(row["job"], row["status"]) for row in json.loads(capsys.readouterr().out)][0] == ("old", "running")
+    newest, *_ = json.loads(capsys.readouterr().out)
+    assert (newest["job"], newest["status"]) == ("old", "running")
 
 
 def test_the_list_for_programs(runs, capsys):

@@ -91,8 +91,10 @@ def _number(value: Any) -> float | None:
         return None
     if isinstance(value, FakeTensor):  # `paceline plan` goes through the loop without values
         return math.nan
-    if getattr(value, "numel", None) is not None and (value.numel() != 1 or value.is_complex()):
-        return None
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1 or value.is_complex():
+            return None
+        value = value.detach()  # a loss may be logged as it is
     try:
         return float(value)
     except (TypeError, ValueError):
