@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import lzma
-import os
 import re
-import runpy
 import sys
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -20,40 +15,19 @@ from paceline.nouns.errors import DataError, UsageError
 
 from support.jobs import paceline
 from support.ranks import preload, run_ranks
+from support.trainings import EXAMPLES, check_killed, check_plans, check_verified, load, play, run_main
 
 torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
 preload("paceline.train.loop_job")
 ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "contracts"
 SHARED = ROOT.parent / "shared" / "data" / "solidity"
-FILES = ("solidity", "contracts", "model", "scores", "picture", "workload")
 STEPS = 4
 SMALL = ("--folds", "2", "--batch-size", "7", "--steps", str(STEPS), "--width", "8", "--length", "48")
 SMALL = (*SMALL, "--precision", "float64")
-
-
-@contextmanager
-def on_path():
-    """The example's files importable under their own names, which other examples use too."""
-    before = {name: sys.modules.pop(name, None) for name in FILES}
-    sys.path.insert(0, str(EXAMPLE))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(EXAMPLE))
-        for name, module in before.items():
-            sys.modules.pop(name, None)
-            if module is not None:
-                sys.modules[name] = module
-
-
-def load() -> tuple[ModuleType, ...]:
-    with on_path():
-        return tuple(importlib.import_module(name) for name in FILES)
-
-
-solidity, contracts, model, scores, picture, workload = load()
+solidity, contracts, model, scores, picture, workload = load(
+    "contracts", "solidity", "contracts", "model", "scores", "picture", "workload"
+)
 Contract = contracts.Contract
 MADE_UP = contracts.made_up(0)
 
@@ -197,21 +171,16 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_flag_is_refused_before_training(case, data, monkeypatch):
     words, asked, found, fix = REFUSED[case]
-    monkeypatch.setattr(sys, "argv", ["workload.py", "--data", str(data), *words])
-    with on_path(), pytest.raises(UsageError) as caught:
-        runpy.run_path(str(EXAMPLE / "workload.py"), run_name="__main__")
+    with pytest.raises(UsageError) as caught:
+        run_main("contracts", ["--data", data, *words])
     assert asked in caught.value.asked
     assert found in caught.value.found
     assert fix in caught.value.fix
 
 
 def test_made_up_contracts_are_not_regrouped(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["workload.py", "--groups", "exact"])
-    with (
-        on_path(),
-        pytest.raises(UsageError, match=r"--groups exact\n  found: made-up .*\n  fix: leave it out, or hand"),
-    ):
-        runpy.run_path(str(EXAMPLE / "workload.py"), run_name="__main__")
+    with pytest.raises(UsageError, match=r"--groups exact\n  found: made-up .*\n  fix: leave it out, or hand"):
+        run_main("contracts", ["--groups", "exact"])
 
 
 def test_without_scikit_learn_its_package_is_named(monkeypatch):
@@ -516,52 +485,13 @@ def one_thread():
 # Whole jobs
 
 
-def play(rank: int, words: list[str], plan: str) -> list[np.ndarray]:
-    """The example's file as a rank runs it; the parameters at the end."""
-    import paceline
-    from paceline.nouns.plan import Plan
-
-    os.environ["PACELINE_PLAN"] = json.dumps(asdict(Plan.parse(plan)))
-    sys.argv = [str(EXAMPLE / "workload.py"), *words]
-    sys.path.insert(0, str(EXAMPLE))
-    jobs, prepare = [], paceline.prepare
-
-    def watched(*objects, **options):
-        prepared = prepare(*objects, **options)
-        jobs.append(prepared[0])
-        return prepared
-
-    paceline.prepare = watched
-    runpy.run_path(sys.argv[0], run_name="__main__")
-    (job,) = jobs
-    assert job.step_number == STEPS
-    return [job.parallel.whole(parameter).detach().numpy().copy() for parameter in job.model.parameters()]
-
-
-def train(folder: Path, data: Path, plan: str) -> tuple[list[np.ndarray], dict]:
-    """The parameters that all ranks end with, and the result."""
-    from paceline.nouns.plan import Plan
-
-    output = folder / f"{plan}.json"
-    words = ["--data", str(data), *SMALL, "--output", str(output)]
-    by_rank = run_ranks(Plan.parse(plan).world_size, play, words, plan)
-    for other in by_rank[1:]:
-        assert all(np.array_equal(*pair) for pair in zip(by_rank[0], other, strict=True))
-    return by_rank[0], json.loads(output.read_text())
-
-
 def check_plan(folder: Path, data: Path, plans: tuple[str, ...]) -> None:
     """Each plan ends with the parameters and scores of one rank."""
-    alone, result = train(folder, data, "replicate=1")
+    result = check_plans(folder, "contracts", ("--data", data, *SMALL), plans)
     assert result["steps"] == STEPS
     assert result["data"].startswith("aggregated, 24 contracts in ")
     assert result["judged"] == {"aggregated": 24, "RSD": 8, "SmartBugs": 6}
     assert all(0 <= score <= 1 for score in result["scores"].values())
-    for plan in plans:
-        parameters, other = train(folder, data, plan)
-        for here, there in zip(parameters, alone, strict=True):
-            np.testing.assert_allclose(here, there, rtol=0, atol=1e-9, err_msg=plan)
-        assert other["scores"] == result["scores"], plan
 
 
 @pytest.mark.slow
@@ -580,16 +510,7 @@ def test_a_batch_smaller_than_the_ranks_is_refused(tmp_path, data):
     with pytest.raises(
         AssertionError, match="3 ranks share it, and each needs a contract of its own\n  fix: write 3 or"
     ):
-        run_ranks(3, play, words, "replicate=3")
-
-
-def small(folder: Path, data: Path) -> Path:
-    """The example as a file with arguments of its own."""
-    file = folder / "small.py"
-    first, line, rest = (EXAMPLE / "workload.py").read_text().partition("from __future__ import annotations\n")
-    words = ["--data", str(data), *SMALL]
-    file.write_text(f"{first}{line}import sys\nsys.argv[1:] = {words!r}\nsys.path.insert(0, {str(EXAMPLE)!r})\n{rest}")
-    return file
+        run_ranks(3, play, "contracts", words, "replicate=3")
 
 
 VERIFIED = [
@@ -600,57 +521,17 @@ VERIFIED = [
 
 @pytest.mark.parametrize("plan", VERIFIED)
 def test_verify_finds_the_steps_of_two_ranks_those_of_one(tmp_path, data, plan):
-    ended = paceline(tmp_path, "verify", "--plan", plan, small(tmp_path, data))
-    assert ended.code == 0, ended.out + ended.err
-    assert re.search(r"^step float64 +ok ", ended.out, re.MULTILINE), ended.out
+    check_verified(tmp_path, "contracts", ("--data", data, *SMALL), plan)
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("plan", ["pipeline=2", "server=1"])
 def test_plans_that_need_a_declared_loss_are_refused(tmp_path, data, plan):
-    ended = paceline(tmp_path, "run", "--plan", plan, EXAMPLE / "workload.py", "--data", data, *SMALL)
+    ended = paceline(tmp_path, "run", "--plan", plan, EXAMPLES / "contracts" / "workload.py", "--data", data, *SMALL)
     assert ended.code == 2, ended.out + ended.err
     assert "fix:" in ended.err
 
 
-# Ends as kill -9 does, in the middle of the training, once.
-KILL = f"""
-import os, runpy, signal, sys
-from paceline.train.loop_job import LoopJob
-plain_end_step = LoopJob.end_step
-def end_step(job):
-    plain_end_step(job)
-    if job.step_number == int(os.environ.get("KILL_AT", -1)):
-        os.kill(os.getpid(), signal.SIGKILL)
-LoopJob.end_step = end_step
-import paceline
-jobs, prepare = [], paceline.prepare
-def watched(*objects, **options):
-    prepared = prepare(*objects, **options)
-    jobs.append(prepared[0])
-    return prepared
-paceline.prepare = watched
-sys.path.insert(0, {str(EXAMPLE)!r})
-runpy.run_path({str(EXAMPLE / "workload.py")!r}, run_name="__main__")
-total = sum(float(parameter.detach().pow(2).sum()) for parameter in jobs[0].model.parameters())
-print("ends with", repr(total))
-"""
-
-
 @pytest.mark.integration
 def test_a_killed_job_goes_on_where_it_was(tmp_path, data):
-    file = tmp_path / "killed.py"
-    file.write_text(KILL)
-    words = (file, "--data", data, *SMALL, "--steps", "12")
-    whole = paceline(tmp_path, "run", "-n", "2", "--job", "whole", *words, "--output", tmp_path / "whole.json")
-    assert whole.code == 0, whole.err
-    flags = ("-n", "2", "--job", "killed", "--checkpoint-every", "3")
-    killed = paceline(tmp_path, "run", *flags, *words, KILL_AT="11")
-    assert killed.code == 1, killed.err
-    ended = paceline(tmp_path, "run", "-n", "2", "--job", "killed", "--resume", *words, "--output", tmp_path / "b.json")
-    assert ended.code == 0, ended.err
-    assert "goes on at step-0000000" in ended.err
-    here, there = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("whole", "b"))
-    assert here["scores"] == there["scores"]
-    (total,) = {*re.findall(r"ends with (\S+)", whole.out)}
-    assert re.findall(r"ends with (\S+)", ended.out) == [total, total]
+    check_killed(tmp_path, "contracts", ("--data", data, *SMALL, "--steps", "12"), every=3, kill_at=11)

@@ -15,7 +15,7 @@ from paceline.nouns.errors import DataError, UsageError
 
 from support.jobs import paceline, start, wait_for
 from support.ranks import preload, run_ranks
-from support.trainings import EXAMPLES, check_plans, load, play, run_main, to_be_killed, with_words
+from support.trainings import EXAMPLES, check_killed, check_plans, check_verified, load, play, run_main
 
 torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
@@ -385,29 +385,14 @@ VERIFIED = [
 
 @pytest.mark.parametrize("plan", VERIFIED)
 def test_verify_finds_the_steps_of_two_ranks_those_of_one(tmp_path, plan):
-    ended = paceline(tmp_path, "verify", "--plan", plan, with_words(tmp_path, "racer", SMALL))
-    assert ended.code == 0, ended.out + ended.err
-    assert re.search(r"^step float64 +ok ", ended.out, re.MULTILINE), ended.out
+    check_verified(tmp_path, "racer", SMALL, plan)
 
 
 @pytest.mark.integration
 def test_a_job_killed_in_the_middle_of_a_rollout_goes_on_where_it_was(tmp_path):
     """A rollout has six updates. Its checkpoints are after 4 and 8, so it is played again, as it was."""
-    file = to_be_killed(tmp_path, "racer")
-    whole = paceline(tmp_path, "run", "-n", "2", "--job", "whole", file, *SMALL, "--output", tmp_path / "whole.json")
-    assert whole.code == 0, whole.err
-    flags = ("-n", "2", "--job", "killed", "--checkpoint-every", "4")
-    killed = paceline(tmp_path, "run", *flags, file, *SMALL, KILL_AT="10")
-    assert killed.code == 1, killed.err
-    again = ("-n", "2", "--job", "killed", "--resume", file, *SMALL, "--output", tmp_path / "killed.json")
-    ended = paceline(tmp_path, "run", *again)
-    assert ended.code == 0, ended.err
-    assert re.search("goes on at step-0000000[48]", ended.err)
-    here, there = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("whole", "killed"))
-    assert here["scores"] == there["scores"]
-    assert here["curve"] == there["curve"]
-    (total,) = {*re.findall(r"ends with (\S+)", whole.out)}
-    assert re.findall(r"ends with (\S+)", ended.out) == [total, total]
+    whole, killed = check_killed(tmp_path, "racer", SMALL, every=4, kill_at=10)
+    assert whole["curve"] == killed["curve"]
 
 
 @pytest.mark.integration
