@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import lzma
 import os
@@ -10,6 +9,7 @@ import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from paceline.nouns.plan import Plan
 
 from support.jobs import paceline
 from support.ranks import preload, run_ranks
+from support.trainings import KILL, load
 
 pytest.importorskip("transformers")
 preload("paceline.train.loop_job", "tokenizers", "paceline.integrations.saving")
@@ -33,20 +34,8 @@ HEADER = "sentence\tlabel\n"
 
 @pytest.fixture(scope="module")
 def example():
-    """The example's modules by name, under names of their own: other examples have files of the same name."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(EXAMPLE)
-        before = {name: sys.modules.pop(name, None) for name in MODULES}
-        found = {}
-        for name in MODULES:
-            spec = importlib.util.spec_from_file_location(name, EXAMPLE / f"{name}.py")
-            found[name] = sys.modules[name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(found[name])
-        for name, module in before.items():
-            sys.modules.pop(name)
-            if module is not None:
-                sys.modules[name] = module
-    return type("Example", (), found)
+    """The example's modules by name."""
+    return SimpleNamespace(**dict(zip(MODULES, load("distil", *MODULES), strict=True)))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -300,23 +289,18 @@ def test_the_student_begins_as_every_second_layer_of_its_teacher(example):
 # The same after a kill
 
 
-KILL = """
-import os, signal, sys
+TRAIN = """
+import os, sys
 import torch
 torch.set_default_dtype(torch.float64)
-from paceline.train.loop_job import LoopJob
-plain_take, plain_end_step = LoopJob.take, LoopJob.end_step
+plain_take = LoopJob.take
 def take(job, part):
     plain_take(job, part)
     if part is not None and job.rank == 0:
         ids = part.batch["input_ids"]
         with open(os.environ["SEEN"], "a") as file:
             file.write(f"{job.step_number + 1} {ids.sum().item()} {part.batch['places'].sum().item()}\\n")
-def end_step(job):
-    plain_end_step(job)
-    if job.step_number == int(os.environ.get("KILL_AT", -1)):
-        os.kill(os.getpid(), signal.SIGKILL)
-LoopJob.take, LoopJob.end_step = take, end_step
+LoopJob.take = take
 sys.path.insert(0, FOLDER)
 import workload
 arguments = workload.parse_arguments()
@@ -332,7 +316,7 @@ print("ends at", job.step_number, [point["step"] for point in progress["curve"]]
 @pytest.mark.parametrize(("at", "plan"), [(5, "replicate=2"), (6, "shard=2"), (9, "replicate=2")])
 def test_a_job_that_is_killed_in_either_phase_sees_each_batch_once(tmp_path, at, plan):
     file = tmp_path / "killed.py"
-    file.write_text(KILL.replace("FOLDER", repr(str(EXAMPLE))))
+    file.write_text(KILL + TRAIN.replace("FOLDER", repr(str(EXAMPLE))))
     words = (*SMALL, "--teacher-steps", "6", "--steps", "8")
 
     def run(name, *flags, **environment):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import lzma
 import os
@@ -12,6 +11,7 @@ import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from paceline.nouns.plan import Plan
 
 from support.jobs import paceline
 from support.ranks import preload, run_ranks
+from support.trainings import KILL, load
 
 preload("paceline.train.loop_job")
 ROOT = Path(__file__).parents[2]
@@ -38,20 +39,8 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="programs run in
 
 @pytest.fixture(scope="module")
 def example():
-    """The example's modules by name, under names of their own: other examples have files of the same name."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(EXAMPLE)
-        before = {name: sys.modules.pop(name, None) for name in MODULES}
-        found = {}
-        for name in MODULES:
-            spec = importlib.util.spec_from_file_location(name, EXAMPLE / f"{name}.py")
-            found[name] = sys.modules[name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(found[name])
-        for name, module in before.items():
-            sys.modules.pop(name)
-            if module is not None:
-                sys.modules[name] = module
-    return type("Example", (), found)
+    """The example's modules by name."""
+    return SimpleNamespace(**dict(zip(MODULES, load("zero", *MODULES), strict=True)))
 
 
 # The executor
@@ -530,17 +519,10 @@ def test_a_model_of_transformers_plays_in_python(tmp_path, plan):
 # The same after a kill
 
 
-KILL = """
-import os, signal, sys
+TRAIN = """
+import sys
 import torch
 torch.set_default_dtype(torch.float64)
-from paceline.train.loop_job import LoopJob
-plain_end_step = LoopJob.end_step
-def end_step(job):
-    plain_end_step(job)
-    if job.step_number == int(os.environ.get("KILL_AT", -1)):
-        os.kill(os.getpid(), signal.SIGKILL)
-LoopJob.end_step = end_step
 sys.path.insert(0, FOLDER)
 import workload
 arguments = workload.parse_arguments()
@@ -558,7 +540,7 @@ print("ends at", job.step_number, job.kept.kept["buffer"].target, curve, repr(to
 @pytest.mark.parametrize(("at", "plan"), [(35, "replicate=2"), (36, "shard=2")])
 def test_a_job_that_is_killed_goes_on_as_if_it_had_not_been(tmp_path, at, plan):
     file = tmp_path / "killed.py"
-    file.write_text(KILL.replace("FOLDER", repr(str(EXAMPLE))))
+    file.write_text(KILL + TRAIN.replace("FOLDER", repr(str(EXAMPLE))))
     words = (*TINY, "--steps", "7")
 
     def end(name, *flags, **environment):
