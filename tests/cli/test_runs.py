@@ -62,7 +62,17 @@ def make(runs, name, events=TRAINED, status="done", plan="replicate=2", quiet_s=
         "events.jsonl": "".join(json.dumps(event) + "\n" for event in events),
     }
     if status is not None:
-        failure = {"message": "ValueError: the cause\nmore"} if status == "failed" else None
+        failure = None
+        if status == "failed":
+            cause = {
+                "rank": 1,
+                "step": 4,
+                "type": "ValueError",
+                "traceback": "...",
+                "is_paceline": False,
+                "where": None,
+            }
+            failure = {**cause, "message": "the cause\nmore"}
         files["result.json"] = json.dumps({"job": name, "status": status, "failure": failure})
     for number, (file, text) in enumerate(files.items()):
         (folder / file).write_text(text)
@@ -89,7 +99,7 @@ def test_the_list_has_the_newest_first(runs, capsys):
     head, *rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert head == ["job", "status", "started", "steps", "loss", "evaluation", "ranks", "plan"]
     assert [row[0] for row in rows] == ["training", "gone", "broken", "old"]
-    assert rows[1][1:3] == ["cut", "off"]
+    assert rows[1][1] == "silent"
     assert rows[0][1] == "running"
     assert rows[2][1] == "failed"
     assert (rows[3][1], rows[3][4:6]) == ("done", ["6/6", "1.5"])
@@ -98,8 +108,9 @@ def test_the_list_has_the_newest_first(runs, capsys):
 
 def test_a_run_that_goes_on_after_a_result_is_running(runs, capsys):
     now = time.time_ns() / 1e9
-    for name in ("job.json", "events.jsonl"):
-        os.utime(runs / "old" / name, (now, now))
+    with (runs / "old" / "events.jsonl").open("a") as file:
+        file.write(json.dumps(START) + "\n")
+    os.utime(runs / "old" / "job.json", (now, now))
     assert main(["runs", "--json"]) == 0
     newest, *_ = json.loads(capsys.readouterr().out)
     assert (newest["job"], newest["status"]) == ("old", "running")
@@ -145,7 +156,11 @@ def test_show_counts_steps_that_were_taken_again_once(runs, capsys):
 def test_show_for_programs_and_by_path(runs, capsys):
     assert main(["runs", "show", "runs/broken", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert (shown["job"], shown["failure"], shown["loss_lowest"]) == ("broken", "ValueError: the cause", 2.0)
+    assert (shown["job"], shown["failure"], shown["loss_lowest"]) == (
+        "broken",
+        "rank 1, step 4 failed first: ValueError: the cause",
+        2.0,
+    )
     assert main(["runs", "show", "old", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["evaluations"] == [{"step": 6, "loss": 1.25, "accuracy": 0.5}]
@@ -168,12 +183,31 @@ def test_compare_has_what_differs_in_the_plans(runs, capsys):
 
 
 def test_rm_removes_what_it_said(runs, capsys):
-    assert main(["runs", "rm", "old", "gone", "--dry-run"]) == 0
+    words = ["runs", "rm", "old", "broken", str(runs.absolute() / "old")]
+    assert main([*words, "--dry-run"]) == 0
     assert "2 would be removed, 3.0 MiB" in capsys.readouterr().err
     assert (runs / "old").is_dir()
-    assert main(["runs", "rm", "old", "gone", "--yes"]) == 0
+    assert main([*words, "--yes"]) == 0
     assert "2 removed, 3.0 MiB" in capsys.readouterr().err
-    assert sorted(path.name for path in runs.iterdir()) == ["broken", "training"]
+    assert sorted(path.name for path in runs.iterdir()) == ["gone", "training"]
+
+
+def test_rm_for_programs(runs, capsys):
+    assert main(["runs", "rm", "old", "--dry-run", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["removed"], told["found"][0]["run_dir"]) == ([], "runs/old")
+    assert main(["runs", "rm", "old", "--yes", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["removed"][0]["bytes"] > 3 * 2**20
+    assert not (runs / "old").exists()
+
+
+def test_what_rm_can_not_remove_is_named(runs, capsys, monkeypatch):
+    def refuse(folder):
+        raise PermissionError(13, "Permission denied", str(folder / "events.jsonl"))
+
+    monkeypatch.setattr("shutil.rmtree", refuse)
+    assert main(["runs", "rm", "old", "--yes"]) == 2
+    assert "runs/old/events.jsonl can't be removed (Permission denied)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("answer", "is_there"), [("n\n", True), ("", True), ("y\n", False), ("yes\n", False)])
@@ -182,7 +216,9 @@ def test_rm_asks(runs, capsys, monkeypatch, answer, is_there):
     terminal.isatty = lambda: True
     monkeypatch.setattr("sys.stdin", terminal)
     assert main(["runs", "rm", "old"]) == int(is_there)
-    assert "with the checkpoints? [y/N]" in capsys.readouterr().out
+    told = capsys.readouterr().err
+    assert "with the checkpoints? [y/N]" in told
+    assert ("nothing was removed" in told) == is_there
     assert (runs / "old").is_dir() == is_there
 
 
@@ -193,7 +229,11 @@ REFUSED = {
     "no folder of runs": (["--runs", "nowhere", "show", "a"], "'a' in nowhere", "no folder nowhere", "paceline runs"),
     "no run": (["show", "empty"], "'empty'", "it has no job.json", "paceline runs"),
     "one run": (["compare", "old"], "compare old", "that is one run", "two or more"),
-    "a run that trains": (["rm", "training", "--yes"], "rm runs/training", "it is running", "stop it first"),
+    "a run that trains": (["rm", "training", "--yes"], "rm runs/training", "within the last 120 s", "stop it first"),
+    "a long step": (["rm", "gone", "--yes"], "rm runs/gone", "it may be in a long step", "rm -r runs/gone"),
+    "another project": (["rm", "other", "--yes"], "rm runs/other", "not that of a run", "rm -r runs/other"),
+    "both": (["rm", "old", "--yes", "--dry-run"], "--dry-run with --yes", "removes nothing", "choose one"),
+    "a question in JSON": (["rm", "old", "--json"], "without --yes", "--json is for programs", "--yes"),
     "a link": (["rm", "link", "--yes"], "rm runs/link", "a link to another folder", "remove the link"),
     "nobody to ask": (["rm", "old"], "without --yes", "no terminal", "--yes"),
     "all of one": (["--all", "show", "old"], "--all", "names its runs", "leave --all out"),
@@ -204,6 +244,8 @@ REFUSED = {
 def test_what_can_not_be_done_is_refused_and_nothing_is_lost(case, runs, capsys, monkeypatch):
     words, asked, found, fix = REFUSED[case]
     (runs / "empty").mkdir()
+    (runs / "other").mkdir()
+    (runs / "other" / "job.json").write_text('{"name": "of another program"}')
     (runs / "link").symlink_to(runs / "old", target_is_directory=True)
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     before = sorted(runs.iterdir())
@@ -244,10 +286,37 @@ def test_a_damaged_run_is_listed_and_shown_with_what_can_be_read(case, runs, cap
         assert summary.read_run(runs / "old").step == 6
 
 
+def test_a_copy_of_a_run_has_ended_whatever_the_times_of_its_files(runs, capsys):
+    now = time.time_ns() / 1e9
+    os.utime(runs / "old" / "job.json", (now, now))
+    assert summary.read_run(runs / "old").status == "done"
+    capsys.readouterr()
+
+
+def test_an_evaluation_far_from_the_end_is_shown_and_compared(runs, capsys):
+    later = [step(number, 1.0) for number in range(7, 700)]
+    make(runs, "long", [*TRAINED[:-1], *later], evaluation={"loss": 1.25, "accuracy": 0.5})
+    for words in (["show", "long"], ["compare", "long", "old"]):
+        assert main(["runs", *words]) == 0
+        assert "loss 1.25, accuracy 0.5" in capsys.readouterr().out
+
+
+def test_losses_that_are_not_finite_are_no_lowest(runs, capsys):
+    make(runs, "nan", [START, step(1, float("nan")), step(2, 2.0), step(3, float("-inf"))], status="failed")
+    assert main(["runs", "show", "nan", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["loss_lowest"] == 2.0
+    assert main(["runs", "show", "nan"]) == 0
+    assert "loss over the steps  2.00" in capsys.readouterr().out
+
+
 def test_what_a_terminal_would_obey_is_not_printed(runs, capsys):
-    make(runs, "bad", [*TRAINED, {"event": "logged", "step": 6, "\x1b[2Jname": 1.0, "at": 1.0}], arguments=["\x1b[31m"])
-    assert main(["runs", "show", "bad"]) == 0
-    assert "\x1b" not in capsys.readouterr().out
+    name = "ba\x1b[31md"
+    make(runs, name, [*TRAINED, {"event": "logged", "step": 6, "\x1b[2Jname": 1.0, "at": 1.0}], arguments=["\x1b[31m"])
+    (runs / name / "result.json").write_text(json.dumps({"status": "\x1b[2J"}))
+    os.utime(runs / name / "result.json", (2e9, 2e9))
+    for words in ([], ["show", name], ["compare", name, "old"], ["rm", name, "--dry-run"]):
+        assert main(["runs", *words]) == 0
+        assert "\x1b" not in capsys.readouterr().out
 
 
 def test_a_thousand_runs_are_listed_at_once(tmp_path, monkeypatch, capsys):

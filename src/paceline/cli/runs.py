@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import sys
 import time
@@ -27,11 +28,12 @@ from paceline.run.summary import Details, Run
 
 _SHOWN = 20  # runs in the list without --all
 _EVALUATIONS = 5
+UNENDED = (summary.RUNNING, summary.SILENT)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    _add_common(parser, argparse.SUPPRESS)
+    _add_common(parser)
     parser.set_defaults(runs=Path("runs"), json=False, all=False)
     parser.add_argument("--all", action="store_true", help=f"list all runs, and not the newest {_SHOWN}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB")
@@ -42,13 +44,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         verb = verbs.add_parser(name, help=summary_of, allow_abbrev=False)
         verb.add_argument("jobs", nargs=count, metavar="JOB", help="a run's name, or its run directory")
-        _add_common(verb, argparse.SUPPRESS)  # without a default: it would hide one before the verb
+        _add_common(verb)
         if name == "rm":
             verb.add_argument("--yes", action="store_true", help="remove without a question")
             verb.add_argument("--dry-run", action="store_true", help="say what would be removed")
 
 
-def _add_common(parser: argparse.ArgumentParser, default: Any) -> None:
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that stand before a verb or after it: a default of the second would hide the first."""
+    default = argparse.SUPPRESS
     parser.add_argument("--runs", type=Path, default=default, metavar="DIR", help="where runs are kept (default runs)")
     parser.add_argument("--json", action="store_true", default=default, help="print JSON on stdout")
 
@@ -107,13 +111,14 @@ def _show(arguments: argparse.Namespace) -> int:
     facts = {"job": run.name, **_facts(run, details)}
     rows = [(name, value) for name, value in facts.items() if value != "-"]
     _print(aligned(rows, "{:<}  {}"))
-    finite = [loss for loss in details.losses if loss == loss and abs(loss) != float("inf")]
-    if finite:
-        print(f"loss over the steps  {terminal_curve(finite)}")
+    lines = []
+    if finite := _finite(details.losses):
+        lines.append(f"loss over the steps  {terminal_curve(finite)}")
     for step, scores in details.evaluations[-_EVALUATIONS:]:
-        print(f"evaluation at step {step}  {_scores(scores)}")
+        lines.append(f"evaluation at step {step}  {_scores(scores)}")
     for name, (step, value) in sorted(details.logged.items()):
-        print(f"logged at step {step}  {_text(name)} {_number(value)}")
+        lines.append(f"logged at step {step}  {name} {_number(value)}")
+    _print(lines)
     return 0
 
 
@@ -139,52 +144,75 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def _remove(arguments: argparse.Namespace) -> int:
-    folders = list(dict.fromkeys(summary.find_folder(arguments.runs, job) for job in arguments.jobs))
-    for folder in folders:
+    if arguments.dry_run and arguments.yes:
+        raise UsageError("--dry-run with --yes", "one removes nothing, the other without a question", "choose one")
+    found = {}
+    for job in arguments.jobs:
+        folder = summary.find_folder(arguments.runs, job)
+        found[folder.resolve()] = folder
+    for folder in found.values():
         _check_may_remove(folder)
-    sizes = {folder: summary.size_of(folder) for folder in folders}
-    for folder, size in sizes.items():
-        if not arguments.json:
-            print(f"{folder}  {_bytes(size)}")
+    sizes = {folder: summary.size_of(folder) for folder in found.values()}
+    if not arguments.json:
+        _print([f"{folder}  {_bytes(size)}" for folder, size in sizes.items()])
+    if not arguments.dry_run and not arguments.yes and not _agrees(len(sizes), arguments.json):
+        print("paceline runs: nothing was removed", file=sys.stderr)
+        return 1
     if not arguments.dry_run:
-        if not arguments.yes and not _agrees(len(folders)):
-            return 1
-        for folder in folders:
-            shutil.rmtree(folder)
-    done = "would be removed" if arguments.dry_run else "removed"
+        for folder in sizes:
+            _remove_one(folder)
     if arguments.json:
-        removed = [{"run_dir": str(folder), "bytes": size} for folder, size in sizes.items()]
-        print(json.dumps({"removed": [] if arguments.dry_run else removed, "found": removed}))
+        listed = [{"run_dir": str(folder), "bytes": size} for folder, size in sizes.items()]
+        print(json.dumps({"removed": [] if arguments.dry_run else listed, "found": listed}))
     else:
-        print(f"paceline runs: {len(folders)} {done}, {_bytes(sum(sizes.values()))}", file=sys.stderr)
+        done = "would be removed" if arguments.dry_run else "removed"
+        print(f"paceline runs: {len(sizes)} {done}, {_bytes(sum(sizes.values()))}", file=sys.stderr)
     return 0
 
 
 def _check_may_remove(folder: Path) -> None:
-    """Raise UsageError for a run that is training, and for a link."""
+    """Raise UsageError for a run that may be training, for a link, and for a folder of something else."""
+    asked = f"rm {folder}"
     if folder.is_symlink():
-        raise UsageError(f"rm {folder}", "it is a link to another folder", "remove the link, or name that folder")
-    if summary.read_run(folder).status == summary.RUNNING:
-        raise UsageError(
-            f"rm {folder}",
-            f"it is running, or was within the last {summary.QUIET_S:.0f} s",
-            "stop it first (Ctrl-C, or `kill` the command that started it), and try again then",
-        )
+        raise UsageError(asked, "it is a link to another folder", "remove the link, or name that folder")
+    if not summary.is_run(folder):
+        found = "its job.json or plan.json is not that of a run, or damaged"
+        raise UsageError(asked, found, f"look into it, and remove it yourself: rm -r {folder}")
+    status = summary.read_run(folder).status
+    if status == summary.RUNNING:
+        fix = "stop it first (Ctrl-C, or `kill` the command that started it)"
+        raise UsageError(asked, f"it has no result, and had an event within the last {summary.QUIET_S:.0f} s", fix)
+    if status == summary.SILENT:
+        found = "it has no result: it may be in a long step, here or on another host"
+        raise UsageError(asked, found, f"if you know that it was killed, remove it yourself: rm -r {folder}")
 
 
-def _agrees(count: int) -> bool:
+def _remove_one(folder: Path) -> None:
+    """Remove a run.
+
+    Raises:
+        UsageError: a part of it can't be removed.
+    """
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        found = f"{error.filename} can't be removed ({error.strerror}); what stood before it is gone"
+        raise UsageError(f"rm {folder}", found, "make that removable, and try again") from None
+
+
+def _agrees(count: int, as_json: bool) -> bool:
     """Ask whether to remove; without a terminal nobody can answer."""
-    if not sys.stdin.isatty():
-        raise UsageError(
-            "rm without --yes", "nobody can be asked: standard input is no terminal", "write --yes if you are sure"
-        )
-    print(f"remove {'it' if count == 1 else f'these {count}'}, with the checkpoints? [y/N] ", end="", flush=True)
+    if as_json or not sys.stdin.isatty():
+        found = "--json is for programs" if as_json else "standard input is no terminal"
+        raise UsageError("rm without --yes", f"nobody can be asked: {found}", "write --yes if you are sure")
+    question = f"remove {'it' if count == 1 else f'these {count}'}, with the checkpoints? [y/N] "
+    print(question, end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def _facts(run: Run, details: Details) -> dict[str, str]:
     """Return what is known of a run, as people read it; `-` where nothing is."""
-    finite = [loss for loss in details.losses if loss == loss]
+    finite = _finite(details.losses)
     checkpoints = "-"
     if details.checkpoints:
         steps = ", ".join(map(str, details.checkpoints))
@@ -192,17 +220,17 @@ def _facts(run: Run, details: Details) -> dict[str, str]:
     seconds, speed = details.seconds_per_step, details.samples_per_s
     return {
         "status": run.status,
-        "failure": _text(details.failure) if details.failure and run.status != summary.RUNNING else "-",
+        "failure": details.failure if details.failure and run.status not in UNENDED else "-",
         "started": _when(run.started),
         "starts": str(details.starts or "-"),
-        "file": _text(" ".join(run.script)) or "-",
+        "file": " ".join(run.script) or "-",
         "plan": run.plan or "-",
         "ranks": str(run.ranks or "-"),
         "steps": _steps(run),
         "loss, first": _number(finite[0] if finite else None),
         "loss, last": _number(run.loss),
         "loss, lowest": _number(min(finite, default=None)),
-        "evaluation": _scores(run.evaluation),
+        "evaluation": _scores(details.evaluations[-1][1] if details.evaluations else {}),
         "a step": "-" if seconds is None else f"{1000 * seconds:.1f} ms",
         "samples/s": "-" if speed is None else f"{speed:,.1f}",
         "memory of rank 0": _bytes(details.memory_bytes) if details.memory_bytes else "-",
@@ -214,7 +242,7 @@ def _details_as_json(details: Details) -> dict[str, Any]:
     return {
         "starts": details.starts,
         "loss_first": details.losses[0] if details.losses else None,
-        "loss_lowest": min(details.losses, default=None),
+        "loss_lowest": min(_finite(details.losses), default=None),
         "evaluations": [{"step": step, **scores} for step, scores in details.evaluations],
         "logged": {name: {"step": step, "value": value} for name, (step, value) in details.logged.items()},
         "seconds_per_step": details.seconds_per_step,
@@ -227,8 +255,13 @@ def _details_as_json(details: Details) -> dict[str, Any]:
 
 
 def _print(lines: Sequence[str]) -> None:
+    """Print lines whose texts come from files and names of folders."""
     for line in lines:
-        print(line.rstrip())
+        print(_text(line).rstrip())
+
+
+def _finite(losses: Sequence[float]) -> list[float]:
+    return [loss for loss in losses if math.isfinite(loss)]
 
 
 def _text(text: str) -> str:
@@ -249,7 +282,7 @@ def _number(value: float | None) -> str:
 
 
 def _scores(scores: Mapping[str, float]) -> str:
-    return ", ".join(f"{_text(name)} {_number(value)}" for name, value in scores.items()) or "-"
+    return ", ".join(f"{name} {_number(value)}" for name, value in scores.items()) or "-"
 
 
 def _bytes(count: int) -> str:

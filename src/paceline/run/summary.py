@@ -13,10 +13,11 @@ from paceline.checkpoint.manifest import CHECKPOINTS, list_checkpoints, step_of
 from paceline.nouns.errors import PacelineError, ReadError, UsageError, did_you_mean
 from paceline.nouns.plan import Plan
 from paceline.nouns.reading import read_json
+from paceline.run.failures import format_failure_briefly
 from paceline.run.supervise.progress import decoded
 
-RUNNING, CUT_OFF = "running", "cut off"
-QUIET_S = 120.0  # without a result and without an event for longer, a run has been cut off
+RUNNING, SILENT = "running", "silent"  # of a run whose last start has no result
+QUIET_S = 120.0  # without an event for longer it is silent: killed, or in a long step, maybe on another host
 _TAIL_BYTES = 2**16
 _NOT_SCORES = ("event", "step", "epoch", "at")
 
@@ -27,13 +28,13 @@ class Run:
 
     Args:
         folder: its run directory.
-        status: what `result.json` says, such as done, failed or stopped; or "running", or "cut off" where there is no
-            result of its last start, and no event of the last two minutes.
+        status: what `result.json` says, such as done, failed or stopped. Without a result of its last start: "running",
+            or "silent" after two minutes without an event.
         started: by the clock of its host, seconds since 1970; of the last start.
         step: the last one that is written down.
         total_steps: of the whole job; 0 if unknown.
         loss: of that step.
-        evaluation: the newest one, by name.
+        evaluation: the newest one, by name; empty where none is near the end of the events, or the result's.
         ranks: of the last start.
         plan: in short.
         script: the workload file, and its arguments.
@@ -85,7 +86,7 @@ class Details:
         samples_per_s: over the same steps; None where the loop makes its own batches.
         memory_bytes: the largest resident memory of rank 0.
         checkpoints: their steps, and the bytes of all.
-        failure: the first line of what ended it, if something did.
+        failure: what ended it, in a line with rank and step, if something did.
     """
 
     starts: int
@@ -133,12 +134,15 @@ def read_run(folder: Path) -> Run:
     job = _read(folder / "job.json")
     result = _read(folder / "result.json")
     started = _changed(folder / "job.json")
-    has_ended = _changed(folder / "result.json") >= started and "status" in result
     newest = _newest_events(folder / "events.jsonl")
+    is_newer = _changed(folder / "result.json") >= started
+    # A copy of a run has other times; the event `end` comes after those of its start.
+    has_ended = "status" in result and (is_newer or list(newest)[-1:] == ["end"])
     last_event = max(_changed(folder / "events.jsonl"), started)
     status = str(result["status"]) if has_ended else RUNNING
     if not has_ended and time.time_ns() / 1e9 - last_event > QUIET_S:
-        status = CUT_OFF
+        status = SILENT
+    evaluation = newest.get("evaluation") or (has_ended and result.get("evaluation")) or {}
     step = newest.get("step", {})
     words = [str(job.get("script", ""))] + [str(word) for word in job.get("arguments", []) or []]
     return Run(
@@ -148,7 +152,7 @@ def read_run(folder: Path) -> Run:
         step=int(step.get("step", 0)),
         total_steps=_total_steps(folder / "events.jsonl", newest),
         loss=step.get("loss"),
-        evaluation=_scores(newest.get("evaluation", {})),
+        evaluation=_scores(evaluation) if isinstance(evaluation, dict) else {},
         ranks=int(job.get("ranks") or 0),
         plan=_plan(folder),
         script=tuple(words),
@@ -169,7 +173,8 @@ def read_details(folder: Path) -> Details:
         elif kind == "step":
             losses[step] = event["loss"]
             memory = max(memory, int(event["memory_bytes"]))
-            last.append(event)
+            if isinstance(event.get("seconds"), int | float):
+                last.append(event)
         elif kind == "evaluation":
             evaluations[step] = _scores(event)
         elif kind == "logged":
@@ -233,14 +238,18 @@ def _scores(event: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _newest_events(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the last event of each kind near the end of a file."""
+    """Return the last event of each kind near the end of a file, in their order."""
     try:
         with path.open("rb") as file:
             file.seek(max(path.stat().st_size - _TAIL_BYTES, 0))
             content = file.read()
     except OSError:
         return {}
-    return {event["event"]: event for event in decoded(content)}
+    newest: dict[str, dict[str, Any]] = {}
+    for event in decoded(content):
+        newest.pop(event["event"], None)
+        newest[event["event"]] = event
+    return newest
 
 
 def _total_steps(path: Path, newest: Mapping[str, Mapping[str, Any]]) -> int:
@@ -268,8 +277,12 @@ def _events(path: Path) -> Iterator[dict[str, Any]]:
 
 def _failure(folder: Path) -> str | None:
     failure = _read(folder / "result.json").get("failure")
-    text = failure.get("message") if isinstance(failure, dict) else failure
-    return str(text).splitlines()[0] if text else None
+    if not isinstance(failure, dict):
+        return None
+    try:
+        return format_failure_briefly(failure, "failed first")
+    except KeyError:  # of another version
+        return str(failure.get("message"))
 
 
 def difference(plans: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -277,6 +290,11 @@ def difference(plans: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     names = dict.fromkeys(name for plan in plans for name in plan)
     values = {name: [plan.get(name) for plan in plans] for name in names}
     return {name: each for name, each in values.items() if any(one != each[0] for one in each)}
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder has what every run has: a plan, and the file that was started."""
+    return "mesh" in read_plan(folder) and "script" in _read(folder / "job.json")
 
 
 def read_plan(folder: Path) -> dict[str, Any]:
