@@ -201,6 +201,15 @@ def test_rm_for_programs(runs, capsys):
     assert not (runs / "old").exists()
 
 
+def test_programs_are_not_asked(runs, capsys, monkeypatch):
+    terminal = io.StringIO("y\n")
+    terminal.isatty = lambda: True
+    monkeypatch.setattr("sys.stdin", terminal)
+    assert main(["runs", "rm", "old", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["status"] == "refused"
+    assert (runs / "old").is_dir()
+
+
 def test_what_rm_can_not_remove_is_named(runs, capsys, monkeypatch):
     def refuse(folder):
         raise PermissionError(13, "Permission denied", str(folder / "events.jsonl"))
@@ -295,10 +304,11 @@ def test_a_copy_of_a_run_has_ended_whatever_the_times_of_its_files(runs, capsys)
 
 def test_an_evaluation_far_from_the_end_is_shown_and_compared(runs, capsys):
     later = [step(number, 1.0) for number in range(7, 700)]
-    make(runs, "long", [*TRAINED[:-1], *later], evaluation={"loss": 1.25, "accuracy": 0.5})
-    for words in (["show", "long"], ["compare", "long", "old"]):
-        assert main(["runs", *words]) == 0
-        assert "loss 1.25, accuracy 0.5" in capsys.readouterr().out
+    make(runs, "long", [*TRAINED[:-1], *later], quiet_s=1)
+    assert main(["runs", "show", "long"]) == 0
+    assert "evaluation        loss 1.25, accuracy 0.5" in capsys.readouterr().out
+    assert main(["runs", "compare", "long", "old"]) == 0
+    assert capsys.readouterr().out.count("loss 1.25, accuracy 0.5") == 2
 
 
 def test_losses_that_are_not_finite_are_no_lowest(runs, capsys):
