@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -309,6 +310,17 @@ def test_prometheus_scrapes_the_endpoint_with_the_token(run, tmp_path):
     sink.close()
     with pytest.raises(urllib.error.URLError):
         ask(port)
+
+
+def test_a_slow_client_keeps_neither_others_nor_the_jobs_end_waiting(run):
+    pytest.importorskip("prometheus_client")
+    sink = Prometheus(run, port=0)
+    with socket.create_connection(("127.0.0.1", sink.port)) as slow:
+        slow.sendall(b"GET /metrics HT")
+        began = time.monotonic()
+        assert "paceline_ended" in ask(sink.port)
+        sink.close()
+        assert time.monotonic() - began < 4
 
 
 def test_the_endpoint_is_on_loopback_alone(run):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -125,7 +126,9 @@ PICTURES = {
 def test_an_array_becomes_a_png_file(case, tmp_path):
     image = pytest.importorskip("PIL.Image")
     path = log.write_picture("../a b/ä", PICTURES[case], 7, tmp_path)
-    assert path == tmp_path / "pictures" / "a-b-00000007.png"
+    assert path.parent == tmp_path / "pictures"
+    assert re.fullmatch("a-b-[0-9a-f]{8}-00000007.png", path.name)
+    assert log.write_picture("a b", PICTURES[case], 7, tmp_path) != path
     with image.open(path) as read:
         assert read.size == (4, 3)
         pixels = np.asarray(read)

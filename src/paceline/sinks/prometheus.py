@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -24,7 +25,8 @@ class Prometheus:
     One place for the whole job, on rank 0; no worker and no cluster is asked. Without `port` it is a file for the node
     exporter's textfile collector, replaced as a whole, `metrics.prom` in the run directory. With `port` it is an
     endpoint, `http://HOST:PORT/metrics`, on this host alone. For other hosts set `host`, and a token, which Prometheus
-    sends with `authorization: credentials_file:` of its scrape configuration.
+    sends with `authorization: credentials_file:` of its scrape configuration. It is plain HTTP: who listens on the way
+    reads token and numbers, so keep it within a network that you trust, or behind a proxy with TLS.
 
     Gauges: `paceline_step`, `paceline_train{name="loss"}`, `paceline_evaluation{name=...}` and
     `paceline_logged{name=...}`, each with the label `job`; `paceline_ended` is 1 once the job has ended.
@@ -184,6 +186,13 @@ class _Quiet(WSGIRequestHandler):
         """Say nothing."""
 
 
+class _Server(ThreadingMixIn, WSGIServer):
+    """Answers each client in a thread of its own, so that a slow one keeps neither others nor the job's end waiting."""
+
+    daemon_threads = True
+    block_on_close = False
+
+
 def _serve(app: Callable[..., Any], host: str, port: int, token: str | None) -> WSGIServer:
     """Serve numbers in a thread.
 
@@ -202,7 +211,7 @@ def _serve(app: Callable[..., Any], host: str, port: int, token: str | None) -> 
         return app(environment, start)
 
     try:
-        server = make_server(host, port, guarded, handler_class=_Quiet)
+        server = make_server(host, port, guarded, server_class=_Server, handler_class=_Quiet)
     except (OSError, OverflowError) as error:
         raise UsageError(
             f"Prometheus(host={host!r}, port={port})", f"{error}", "choose a free port, or port=0 for any"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 import tempfile
@@ -145,7 +146,7 @@ def write_picture(name: str, picture: Any, step: int, run_dir: Path | None) -> P
     """
     folder = Path(tempfile.mkdtemp(prefix="paceline-pictures-")) if run_dir is None else run_dir / PICTURES
     folder.mkdir(exist_ok=True)
-    path = folder / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name).strip('.-') or 'picture'}-{step:08}.png"
+    path = folder / f"{_file_name(name)}-{step:08}.png"
     if hasattr(picture, "savefig"):
         picture.savefig(path, format="png")
     elif hasattr(picture, "save") and hasattr(picture, "mode"):
@@ -153,6 +154,12 @@ def write_picture(name: str, picture: Any, step: int, run_dir: Path | None) -> P
     else:
         _image_of(name, picture).save(path, format="PNG")
     return path
+
+
+def _file_name(name: str) -> str:
+    """Return a name without what a path can't have; other names give other ones."""
+    plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip(".-")
+    return plain if plain == name else f"{plain or 'picture'}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def _image_of(name: str, picture: Any) -> Any:
