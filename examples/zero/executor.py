@@ -3,12 +3,13 @@
     with Executor(Limits(), mode="python") as executor:
         answers = executor.run([Run("def f(a):\\n    return a + 1", ("1",))])
 
-Two processes of `sandboxed.py` run every program, so that one whose value changes from run to run is found. They are
-started by `python -I -S`, with an empty environment, no file descriptor of this process, a session of their own and a
-folder that is removed as theirs, in namespaces without a network where the kernel lets them. Each fork that runs a
-program has limits of memory, time and output, no right to write a file, and may make no system call but those that
-computing needs: no open, socket, fork, exec or kill. Where the kernel can't filter calls, only programs of the strict
-grammar (`expression`) run; all others are refused.
+Two processes of `sandboxed.py` run every program, so that one whose value changes from run to run is found; a third
+compares values with those that are wanted, which no program is to know. They are started by `python -I -S`, with an
+empty environment, no file descriptor of this process, a session of their own and a folder that is removed as theirs, in
+namespaces without a network where the kernel lets them. Each fork that runs a program has limits of memory, time and
+output, no right to write a file, and may make no system call but those that computing needs: no open, socket, fork,
+exec or kill. Where the kernel can't filter calls, only programs of the strict grammar (`expression`) run; all others
+are refused. The check of Python's syntax is a filter before that, and no boundary by itself.
 
 Answers come back as JSON and are checked to be what they should be; nothing that a program returns is ever unpickled or
 evaluated in this process.
@@ -26,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -34,7 +35,9 @@ from typing import Any
 from paceline.nouns.errors import UsageError
 
 MODES = ("expression", "python", "unchecked")
+COMPARE = "compare"  # of the process that compares values with those that are wanted, and runs no program
 _FILE = Path(__file__).with_name("sandboxed.py")
+_ERRORS = ("refused", "raised", "time", "memory", "output", "died", "differs")
 _START_S = 60  # of a process, on a machine that does much else
 
 
@@ -93,7 +96,9 @@ class Answer:
 
 
 class Executor:
-    """Two processes that run programs; close it, or use it in a `with`.
+    """Two processes that run programs, and one that compares values; close it, or use it in a `with`.
+
+    The kernel ends them with the thread that makes it, so make it in one that lives as long.
 
     Args:
         limits: of each program.
@@ -123,8 +128,8 @@ class Executor:
         self.setting = {"mode": mode, "operations": dict(operations or {}), "group": group, **limited}
         self.processes: list[_Process] = []
         try:
-            for _ in range(2):
-                self.processes.append(_Process(self.setting))
+            for each in (mode, mode, COMPARE):
+                self.processes.append(_Process({**self.setting, "mode": each}))
         except BaseException:
             self.close()
             raise
@@ -137,21 +142,39 @@ class Executor:
     def run(self, runs: Sequence[Run]) -> list[Answer]:
         """Return what came of each, in their order."""
         different = list(dict.fromkeys(runs))
-        jobs = [{"program": run.program, "inputs": run.inputs, "wanted": run.wanted} for run in different]
+        jobs = [{"program": run.program, "inputs": run.inputs} for run in different]
         if not jobs:
             return []
-        for process in self.processes:  # both compute at once
+        programs = self.processes[:2]
+        for process in programs:  # both compute at once
             process.ask(jobs)
         first, second = (
-            [_checked(each, run) for each, run in zip(process.answers(), different, strict=True)]
-            for process in self.processes
+            [_checked(each, run, self.limits.longest) for each, run in zip(process.answers(), different, strict=True)]
+            for process in programs
         )
         found = {}
         for run, one, other in zip(different, first, second, strict=True):
             differs = one.error is None and other.error is None and one != other
             message = "two runs returned different values"
             found[run] = Answer(error="differs", message=message) if differs else (other if other.error else one)
+        self._compare(found)
         return [found[run] for run in runs]
+
+    def _compare(self, found: dict[Run, Answer]) -> None:
+        """Say of each answer whether it is what is wanted. No process that runs programs is told what that is."""
+        compared = [run for run, answer in found.items() if run.wanted and answer.error is None]
+        if not compared:
+            return
+        comparer = self.processes[2]
+        for _ in range(2):  # again where it was killed meanwhile
+            comparer.ask([{"outputs": found[run].outputs, "wanted": run.wanted} for run in compared])
+            answers = zip(compared, comparer.answers(), strict=True)
+            equal = {run: _equal_of(answer, len(run.inputs)) for run, answer in answers}
+            found |= {run: replace(found[run], equal=each) for run, each in equal.items() if each is not None}
+            compared = [run for run, each in equal.items() if each is None]
+            if not compared:
+                return
+        found |= dict.fromkeys(compared, Answer(error="died", message="the values could not be compared"))
 
     def close(self) -> None:
         """End the processes."""
@@ -176,21 +199,24 @@ class _Process:
 
     def _start(self) -> None:
         self.received = b""
+        self.is_asked = False
         folder = tempfile.mkdtemp(prefix="paceline-programs-")
-        self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_FILE)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            close_fds=True,
-            cwd=folder,
-            env={},
-            start_new_session=True,
-        )
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(_FILE)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                close_fds=True,
+                cwd=folder,
+                env={},
+                start_new_session=True,
+            )
+        finally:
+            os.rmdir(folder)  # it is in it by now, and nothing can be made in it
         self._send(self.setting)
         line = self._line(_START_S)
-        os.rmdir(folder)  # nothing can be made in it, and nothing is left if this process is killed
         if line is None:
             self.end()
             raise UsageError(
@@ -202,6 +228,10 @@ class _Process:
 
     def ask(self, jobs: list[dict[str, Any]]) -> None:
         """Send jobs; `answers` returns what comes of them."""
+        if self.is_asked:  # a run was broken off: its answers are not those of this one
+            self.end()
+            self._start()
+        self.is_asked = True
         self.jobs = jobs
         with contextlib.suppress(BrokenPipeError):  # `answers` finds that it has ended
             self._send(jobs)
@@ -213,14 +243,17 @@ class _Process:
             # The process has its own limit for each program. This one is for the process itself.
             line = self._line(2 * self.setting["wall_s"] + 10)
             if line is not None:
-                found.append(json.loads(line))
+                found.append(_read(line))
                 continue
             self.end()
             found.append({"error": "died", "message": "the process that runs programs ended"})
             self._start()
             rest = self.jobs[len(found) :]
+            self.is_asked = True
             if rest:
-                self._send(rest)
+                with contextlib.suppress(BrokenPipeError):
+                    self._send(rest)
+        self.is_asked = False
         return found
 
     def _send(self, value: Any) -> None:
@@ -244,23 +277,45 @@ class _Process:
 
     def end(self) -> None:
         """Kill it with its whole group; forks of it are killed by the kernel then."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        if self.process.returncode is None:  # else its number may be another's by now
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
 
 
-def _checked(answer: Any, run: Run) -> Answer:
+def _read(line: bytes) -> Any:
+    """Return what a line of JSON holds; None if it is none, or nested more deeply than this process can read."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _checked(answer: Any, run: Run, longest: int) -> Answer:
     """Return an answer whose parts are what they should be; what a program has made of it is not trusted."""
-    if isinstance(answer, dict) and isinstance(answer.get("error"), str):
-        return Answer(error=answer["error"][:20], message=str(answer.get("message", ""))[:300])
-    outputs, equal = (answer.get(name) if isinstance(answer, dict) else None for name in ("outputs", "equal"))
-    if not isinstance(outputs, list) or not isinstance(equal, list):
-        return Answer(error="died", message="the answer is none")
-    counts = len(outputs), len(equal)
-    is_whole = counts == (len(run.inputs), len(run.inputs) if run.wanted else 0)
-    if is_whole and all(isinstance(each, str) for each in outputs) and all(isinstance(each, bool) for each in equal):
-        return Answer(tuple(outputs), tuple(equal))
+    if isinstance(answer, dict) and answer.get("error") is not None:
+        error, message = answer["error"], answer.get("message")
+        if error not in _ERRORS or not isinstance(message, str):
+            return Answer(error="died", message="the answer is none")
+        return Answer(error=error, message="".join(each if each.isprintable() else "?" for each in message[:300]))
+    outputs = answer.get("outputs") if isinstance(answer, dict) else None
+    is_whole = isinstance(outputs, list) and len(outputs) == len(run.inputs)
+    if is_whole and all(_is_value(each, longest) for each in outputs):
+        return Answer(tuple(outputs))
     return Answer(error="died", message="the answer is none")
+
+
+def _equal_of(answer: Any, count: int) -> tuple[bool, ...] | None:
+    """Return which values are what is wanted; None where that is not known."""
+    equal = answer.get("equal") if isinstance(answer, dict) else None
+    if not isinstance(equal, list) or len(equal) != count:
+        return None
+    return tuple(each is True for each in equal)
+
+
+def _is_value(text: Any, longest: int) -> bool:
+    """Return whether it may be what `repr` writes of plain data: that has no line breaks and no lone surrogates."""
+    return isinstance(text, str) and len(text) <= longest and text.isprintable()

@@ -33,6 +33,8 @@ import types
 import typing
 
 EXPRESSION, PYTHON, UNCHECKED = "expression", "python", "unchecked"
+COMPARE = "compare"  # texts of plain data; no program runs
+_GROUPED = (EXPRESSION, COMPARE)  # nothing in these can do harm
 LONGEST_MESSAGE = 200
 
 # System calls --------------------------------------------------------------------------------------------------------
@@ -67,6 +69,7 @@ _LOAD, _EQUAL, _RETURN = 0x20, 0x15, 0x06  # BPF_LD|BPF_W|BPF_ABS, BPF_JMP|BPF_J
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000  # SECCOMP_RET_ALLOW, _KILL_PROCESS, _ERRNO
 _EPERM = 1
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _FILTER = 1, 38, 22, 2
+_PR_SET_DUMPABLE = 4
 _NEW_USER, _NEW_IPC, _NEW_NET = 0x10000000, 0x08000000, 0x40000000
 
 
@@ -110,6 +113,11 @@ class Kernel:
         if self.libc is not None:
             self.libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
+    def withhold_memory(self) -> None:
+        """Have no core written, not by handlers either that take no notice of RLIMIT_CORE, and nobody trace it."""
+        if self.libc is not None:
+            self.libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+
     def leave_namespaces(self) -> bool:
         """Go to user, network and IPC namespaces of its own, where there is no interface; return whether it may."""
         return self.libc is not None and self.libc.unshare(_NEW_USER | _NEW_NET | _NEW_IPC) == 0
@@ -132,10 +140,21 @@ _BUILTINS = (
     "LookupError NotImplementedError OverflowError RuntimeError StopIteration TypeError ValueError ZeroDivisionError"
 )
 _MODULES = (math, itertools, functools, collections, heapq, bisect, string, re, typing)
-# Attributes by which a value leads to the frames, and so to the globals, of what called it.
+# Of the modules that read attributes by name, or evaluate text (Formatter.get_field, get_type_hints, update_wrapper).
+_STRING = (
+    "ascii_letters ascii_lowercase ascii_uppercase capwords digits hexdigits octdigits printable punctuation whitespace"
+)
+_FUNCTOOLS = "cache cmp_to_key lru_cache partial reduce"
+_TYPING = (
+    "Any Callable Collection Container Counter DefaultDict Deque Dict FrozenSet Generator Hashable Iterable Iterator "
+    "List Literal Mapping MutableMapping MutableSequence NoReturn Optional OrderedDict Sequence Set Sized Tuple "
+    "TypeVar Union"
+)
+_OFFERED = {"string": _STRING.split(), "functools": _FUNCTOOLS.split(), "typing": _TYPING.split()}
+# Attributes by which a value leads to the frames, and so to the globals, of what called it, or to those of any name.
 _FRAMES = {"gi_frame", "gi_code", "gi_yieldfrom", "cr_frame", "cr_code", "ag_frame", "ag_code", "tb_frame", "tb_next"}
-_FRAMES |= {"f_back", "f_globals", "f_locals", "f_builtins", "f_code", "mro", "format_map"}
-_UNWANTED = (ast.Import, ast.ImportFrom, ast.AsyncFunctionDef, ast.AsyncFor, ast.AsyncWith, ast.Await)
+_FRAMES |= {"f_back", "f_globals", "f_locals", "f_builtins", "f_code", "mro", "format", "format_map"}
+_UNWANTED = (ast.MatchClass, ast.AsyncFunctionDef, ast.AsyncFor, ast.AsyncWith, ast.Await)
 
 
 class RefusedError(Exception):
@@ -160,8 +179,9 @@ def check_python(tree: ast.AST) -> None:
             _check_import(node)
         elif isinstance(node, _UNWANTED):
             raise RefusedError(f"{type(node).__name__} is not allowed")
-        for field in ("id", "attr", "name", "arg", "module", "asname"):
-            name = getattr(node, field, None)
+        names = [getattr(node, field, None) for field in ("id", "attr", "name", "arg", "module", "asname", "rest")]
+        names += node.names if isinstance(node, ast.Global | ast.Nonlocal) else []
+        for name in names:
             if not isinstance(name, str):
                 continue
             if name.startswith("__") or (isinstance(node, ast.Attribute) and (name[:1] == "_" or name in _FRAMES)):
@@ -181,12 +201,20 @@ def _stand_in(module: types.ModuleType) -> types.ModuleType:
     found = types.ModuleType(module.__name__)
     for name in getattr(module, "__all__", dir(module)):
         value = getattr(module, name)
-        if name[:1] != "_" and not isinstance(value, types.ModuleType):
+        is_offered = name in _OFFERED.get(module.__name__, (name,))
+        if is_offered and name[:1] != "_" and not isinstance(value, types.ModuleType):
             setattr(found, name, value)
     return found
 
 
 _STAND_INS = {module.__name__: _stand_in(module) for module in _MODULES}
+
+
+def _type(value: object, /) -> type:
+    """Return the class of a value: with three arguments `type` makes classes whose methods have names of any kind."""
+    if isinstance(value, type):
+        raise TypeError("the type of a type is not allowed")
+    return type(value)
 
 
 def _import(name: str, *others: object) -> types.ModuleType:
@@ -251,10 +279,10 @@ class Runner:
         everything = vars(python_builtins)
         for name in _BUILTINS.split():
             builtins[name] = everything[name]
-        self.builtins = {**builtins, "__import__": _import} if mode == PYTHON else everything
+        self.builtins = {**builtins, "__import__": _import, "type": _type} if mode == PYTHON else everything
 
     def answer(self, job: dict[str, typing.Any]) -> dict[str, object]:
-        """Return what a program gives for its inputs, and whether that is what is wanted, or why there is nothing."""
+        """Return what a program gives for its inputs, or why there is nothing; or whether values are those wanted."""
         try:
             return self._answer(job)
         except RefusedError as error:
@@ -269,18 +297,14 @@ class Runner:
             return _failed("raised", error)
 
     def _answer(self, job: dict[str, typing.Any]) -> dict[str, object]:
-        texts = [job["program"], *job["inputs"], *(job["wanted"] or ())]
+        if self.mode == COMPARE:
+            pairs = zip(job["outputs"], job["wanted"], strict=True)
+            return {"equal": [_same(output, wanted, self.longest) for output, wanted in pairs]}
+        texts = [job["program"], *job["inputs"]]
         if max(map(len, texts)) > self.longest:
             return {"error": "refused", "message": f"the text is longer than {self.longest} characters"}
         function = self._function(job["program"])
-        outputs, equal = [], []
-        for number, text in enumerate(job["inputs"]):
-            value = self._call(function, text)
-            outputs.append(shown(value, self.longest))
-            if job["wanted"]:
-                # What the program returned is written and read again: of plain data, with the equality of plain data.
-                equal.append(_same(outputs[-1], job["wanted"][number]))
-        return {"outputs": outputs, "equal": equal}
+        return {"outputs": [shown(self._call(function, text), self.longest) for text in job["inputs"]]}
 
     def _function(self, program: str) -> typing.Callable[..., object]:
         if self.mode == EXPRESSION:
@@ -305,15 +329,20 @@ class Runner:
         if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "f"):
             raise RefusedError("an input should be arguments of f, separated by commas")
         if self.mode == PYTHON:
-            check_python(tree)
-        return eval(compile(tree, "input", "eval"), {"__builtins__": self.builtins, "f": function})
+            for each in [*call.args, *(keyword.value for keyword in call.keywords)]:
+                ast.literal_eval(each)  # else it could bring an object that says of itself what it likes
+        builtins = {"set": set} if self.mode == PYTHON else self.builtins
+        return eval(compile(tree, "input", "eval"), {"__builtins__": builtins, "f": function})
 
 
-def _same(output: str, wanted: str) -> bool:
+def _same(output: str, wanted: str, longest: int) -> bool:
+    """Return whether both are the same plain data."""
+    if output == wanted or max(len(output), len(wanted)) > longest:
+        return output == wanted
     try:
         return bool(ast.literal_eval(output) == ast.literal_eval(wanted))
-    except (ValueError, SyntaxError, TypeError):
-        return output == wanted
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return False
 
 
 def _failed(kind: str, error: BaseException) -> dict[str, object]:
@@ -329,7 +358,12 @@ def _read(line: bytes) -> dict[str, object]:
         answer = json.loads(line)
     except (ValueError, RecursionError):
         answer = None
-    return answer if isinstance(answer, dict) else {"error": "died", "message": "the answer is none"}
+    found = {}
+    for name, value in answer.items() if isinstance(answer, dict) else ():
+        values = value if isinstance(value, list) else [value]
+        if name in ("outputs", "equal", "error", "message") and all(isinstance(each, str | bool) for each in values):
+            found[name] = value
+    return found or {"error": "died", "message": "the answer is none"}
 
 
 class Zygote:
@@ -359,16 +393,18 @@ class Zygote:
 
     def run(self, jobs: list[dict[str, typing.Any]]) -> typing.Iterator[dict[str, object]]:
         """Yield an answer for each job, in their order."""
-        if self.setting["mode"] != EXPRESSION and not self.refuses_calls:
+        if self.setting["mode"] not in _GROUPED and not self.refuses_calls:
             for _ in jobs:
                 yield {"error": "refused", "message": "the kernel does not filter system calls here"}
             return
         at = 0
         while at < len(jobs):
-            size = self.setting["group"] if self.setting["mode"] == EXPRESSION else 1
+            size = self.setting["group"] if self.setting["mode"] in _GROUPED else 1
             answers, why = self._run_group(jobs[at : at + size])
             yield from answers
             at += len(answers)
+            if why and answers:  # those before it have used the fork's limits: it has not had its own yet
+                continue
             if why:
                 yield why
                 at += 1
@@ -376,9 +412,10 @@ class Zygote:
     def _run_group(self, jobs: list[dict[str, typing.Any]]) -> tuple[list[dict[str, object]], dict[str, object] | None]:
         """Return the answers up to the first job without one, and what became of that."""
         ours, theirs = os.pipe()
+        parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._be_child(theirs, jobs)
+            self._be_child(theirs, jobs, parent)
         os.close(theirs)
         try:
             lines, why = self._collect(ours, len(jobs))
@@ -410,14 +447,19 @@ class Zygote:
             received += part
             if b"\n" in part:  # the limit is that of each program
                 deadline = time.monotonic() + self.setting["wall_s"]
-            if not part or len(received) > longest or received.count(b"\n") >= count:
+            if len(received) > longest:
+                why = {"error": "output", "message": "it writes more than all values together may have"}
+                return received.split(b"\n")[:-1][:count], why
+            if not part or received.count(b"\n") >= count:
                 return received.split(b"\n")[:-1][:count], None
 
-    def _be_child(self, pipe: int, jobs: list[dict[str, typing.Any]]) -> typing.NoReturn:
+    def _be_child(self, pipe: int, jobs: list[dict[str, typing.Any]], parent: int) -> typing.NoReturn:
         code = 1
         try:
             os.setpgid(0, 0)
             self.kernel.end_with_parent()
+            if os.getppid() != parent:  # it ended before the kernel was asked
+                os._exit(1)
             self._confine(pipe)
             for job in jobs:
                 os.write(pipe, json.dumps(self.runner.answer(job)).encode() + b"\n")
@@ -440,8 +482,9 @@ class Zygote:
         for kind, limit in limits.items():
             resource.setrlimit(kind, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CPU, (self.setting["cpu_s"], self.setting["cpu_s"] + 1))
-        is_filtered = self.kernel.refuse_calls()
-        if not is_filtered and self.setting["mode"] != EXPRESSION:
+        self.kernel.withhold_memory()
+        is_filtered = self.refuses_calls and self.kernel.refuse_calls()  # a filter that failed its test kills
+        if not is_filtered and self.setting["mode"] not in _GROUPED:
             os._exit(1)
 
 

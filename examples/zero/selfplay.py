@@ -172,7 +172,8 @@ class Player:
             else:
                 why = "accepted"
                 keys.add(_key(task))
-            is_accepted = why == "accepted" and task is not None and answer is not None
+            # By what was found, and not by the name: an error's comes from the executor.
+            is_accepted = task is not None and answer is not None and answer.error is None and why == "accepted"
             found.append(replace(task, outputs=answer.outputs) if is_accepted else None)  # type: ignore[type-var,union-attr]
             rewards.append(NO_FORM if why == "no form" else WRONG)
             counts = result.outcomes[kind]

@@ -150,6 +150,149 @@ def test_a_program_that_writes_results_writes_its_own_alone(example, executors):
     assert run(example, executors, "python", printed)[0].outputs == ("2",)
 
 
+# Ways around the check of Python's syntax: each reads an attribute that begins with _, or evaluates a text.
+BYPASSES = {
+    "format": "def f(a):\n    return '{0.__globals__}'.format(f)[:5]",
+    "format of a bound name": "def f(a):\n    g = str.format\n    return g('{0.__class__}', f)[:6]",
+    "a class pattern": "def f(a):\n    T = type(f)\n    match f:\n        case T(__globals__=g): return [*g][0]",
+    "a class pattern by place": (
+        "def f(a):\n    Meta = type('Meta', (type,), {'__instancecheck__': lambda c, o: True})\n"
+        "    M = Meta('M', (), {'__match_args__': ('__globals__',)})\n    match f:\n        case M(g): return [*g][0]"
+    ),
+    "Formatter": "import string\ndef f(a):\n    return str(string.Formatter().get_field('0.__class__', ((),), {})[0])",
+    "type hints": (
+        "import typing\ndef g(x: 'f.__globals__'): pass\n"
+        "def f(a):\n    try: typing.get_type_hints(g)\n    except NameError: pass\n    return 1"
+    ),
+    "update_wrapper": (
+        "import functools\ndef f(a):\n    box = []\n"
+        "    W = type('W', (), {'__setattr__': lambda s, n, v: box.append(v)})\n"
+        "    functools.update_wrapper(W(), f, ('__globals__',), ())\n    return len(box)"
+    ),
+    "type of three": "def f(a):\n    return type('T', (int,), {'__eq__': lambda s, o: True})(3) == 4",
+    "the type of a type": "def f(a):\n    return type(int)('T', (), {}) is None",
+    "the rest of a pattern": "def f(a):\n    match {1: 2}:\n        case {**__builtins__}: return 1",
+    "a global name": "def f(a):\n    global __builtins__\n    return 1",
+}
+
+
+def test_the_check_of_python_has_no_such_way_around(example, executors):
+    for name, program in BYPASSES.items():
+        (answer,) = run(example, executors, "python", program)
+        assert answer.error in ("refused", "raised"), (name, answer)
+
+
+def test_no_program_knows_what_is_wanted(example, executors):
+    """By the frames of what called it, and by all objects of its process."""
+    found = (
+        "import gc, sys\ndef f(a):\n    seen, frame = [str(each) for each in gc.get_objects()], sys._getframe()\n"
+        "    while frame is not None:\n        seen.append(str(frame.f_locals))\n        frame = frame.f_back\n"
+        "    return any(''.join(map(chr, (51, 49, 51, 51, 55))) in each for each in seen)"
+    )
+    (answer,) = executors["unchecked"].run([example.executor.Run(found, ("3",), ("31337",))])
+    assert answer.outputs == ("False",), answer
+    assert not answer.is_right
+
+
+# Lines that a program writes to its pipe in place of its answer, and what comes of them.
+FORGED = {
+    "that it is right": ({"outputs": ["7"], "equal": [True]}, None),
+    "an error of another name": ({"error": "accepted", "message": "a"}, "died"),
+    "an error without a message": ({"error": "time"}, "died"),
+    "half a pair": ({"outputs": ["\ud800"]}, "died"),
+    "a long value": ({"outputs": ["LONG"]}, "died"),
+    "what a terminal obeys": ({"outputs": ["\x1b[2J"]}, "died"),
+    "a value too many": ({"outputs": ["7", "7"]}, "died"),
+    "no text": ({"outputs": [7]}, "died"),
+    "nested values": ({"outputs": [["7"]]}, "died"),
+    "a message that a terminal obeys": ({"error": "raised", "message": "\x1b[2J"}, "raised"),
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_a_line_that_a_program_writes_is_worth_no_more_than_its_value(example, executors, case):
+    line, error = FORGED[case]
+    program = (
+        f"import os\ndef f(a):\n    line = {json.dumps(line).encode() + bytes([10])!r}\n    for n in range(3, 64):\n"
+        "        try: os.write(n, line.replace(b'LONG', b'a' * 4001))\n        except OSError: pass\n    os._exit(0)"
+    )
+    (answer,) = executors["unchecked"].run([example.executor.Run(program, ("3",), ("8",))])
+    assert (answer.error, answer.is_right) == (error, False)
+    assert answer.message.isprintable()
+    if error is None:
+        assert (answer.outputs, answer.equal) == (("7",), (False,))
+
+
+def deep(depth, call):
+    """Call with so many frames above."""
+    return call() if depth == 0 else deep(depth - 1, call)
+
+
+def test_an_answer_that_this_process_can_not_read_is_no_other_programs_answer(example, executors):
+    program = (
+        'import os\ndef f(a):\n    line = b\'{\' + b\'"error": "x", "message": \'\n'
+        "    line += b'[' * 950 + b']' * 950 + bytes([125, 10])\n    for n in range(3, 64):\n"
+        "        try: os.write(n, line)\n        except OSError: pass\n    os._exit(0)"
+    )
+    Run = example.executor.Run
+    for depth in (0, 40, 200):
+        batch = [Run(program, ("3",)), Run("def f(a):\n    return 1000", ("1",))]
+        answers = deep(depth, lambda batch=batch: executors["unchecked"].run(batch))
+        assert [answer.error for answer in answers] == ["died", None]
+        (answer,) = executors["unchecked"].run([Run(ADD, ("1",), ("1000",))])
+        assert (answer.outputs, answer.is_right) == (("2",), False)
+
+
+def test_after_a_run_that_was_broken_off_answers_are_those_of_the_next(example):
+    Run = example.executor.Run
+    with example.executor.Executor(example.executor.Limits(), "unchecked") as executor:
+
+        def stop(*_):
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                executor.run([Run("def f(a):\n    while True: pass", ("1",)), Run("def f(a):\n    return 999", ("1",))])
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        for number in range(3):
+            (answer,) = executor.run([Run(f"def f(a):\n    return {number}", ("1",))])
+            assert answer.outputs == (str(number),)
+
+
+def test_an_input_that_says_of_itself_what_it_likes_is_refused(example, executors):
+    text = "type('T', (), {'__mul__': lambda s, o: type('U', (), {'__add__': lambda s, o: 31337})()})()"
+    run_of_it = example.executor.Run("def f(a):\n    return a * 3 + len(str(a))", (text,), ("31337",))
+    (answer,) = executors["python"].run([run_of_it])
+    assert not answer.is_right
+    assert answer.error == "raised"
+
+
+def test_a_program_of_a_group_has_its_limits_for_itself(example):
+    operations = {"z": "sum(i for i in range(10**6 * x))"}
+    with example.executor.Executor(example.executor.Limits(cpu_s=2), "expression", operations) as executor:
+        answers = executor.run([example.executor.Run("z(x)", (str(number),)) for number in range(5, 13)])
+    assert [answer.error for answer in answers] == [None] * 8
+
+
+def test_closing_twice_kills_nobody_else(example, monkeypatch):
+    executor = example.executor.Executor(mode="expression")
+    executor.close()
+    monkeypatch.setattr("os.killpg", lambda *_: pytest.fail("its process is gone, and the number may be another's"))
+    executor.close()
+
+
+def test_no_folder_is_left_where_a_process_does_not_start(example, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("sys.executable", str(tmp_path / "none"))
+    with pytest.raises(FileNotFoundError):
+        example.executor.Executor(mode="expression")
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize(
     "text", ["1) + f(2", "1)\nimport os\n(", "__import__('os')", "open('x')", "a", "f.__globals__"]
 )
