@@ -35,6 +35,7 @@ EVENTS = [
     ),
     {"event": "evaluation", "step": 2, "loss": 3.5, "F1, macro": 0.25, "at": 4.6},
     {"event": "logged", "step": 2, "held out/accuracy (%)": 25.0, "logged_step": 4.0, "at": 4.7},
+    {"event": "text", "step": 2, "name": "../x/y:z*", "text": "a", "at": 4.75},
     {"event": "text", "step": 2, "name": "said", "text": "ROMEO:\n<b>What</b> is it?", "at": 4.8},
     {"event": "picture", "step": 2, "name": "weights", "path": "pictures/weights-00000002.png", "at": 4.9},
     {"event": "checkpoint", "path": "step-2", "step": 2, "seconds": 0.1, "at": 5.0},
@@ -127,8 +128,23 @@ def test_mlflow(run):
     assert again.info.status == "FINISHED"
     assert [point.step for point in client.get_metric_history(again.info.run_id, "train/loss")] == [1, 2, 3]
     folder = Path(again.info.artifact_uri.removeprefix("file://"))
-    assert (folder / "text" / "said-00000002.txt").read_text() == EVENTS[5]["text"]
+    assert (folder / "text" / "said-00000002.txt").read_text() == EVENTS[6]["text"]
     assert (folder / "pictures" / "weights-00000002.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_metric_may_have_the_name_of_others_folder(run, order):
+    pytest.importorskip("mlflow")
+    from mlflow.tracking import MlflowClient
+
+    values = {"accuracy": 1.0, "accuracy/top5": 2.0, "a//b": 3.0, "a/../c": 4.0, "/d": 5.0, "..": 6.0, "e/": 7.0}
+    sink = MLflow(run)
+    sink.write({"event": "logged", "step": 1, "at": 1.5, **dict([*values.items()][::order])})
+    sink.close()
+    found = MlflowClient((run / "mlruns").as_uri()).get_run(sink.run_id).data.metrics
+    assert sorted(found.values()) == sorted(values.values())
+    again = MLflow(run)
+    again.write({"event": "logged", "step": 2, "at": 2.5, **values})
 
 
 # Weights & Biases
@@ -351,6 +367,12 @@ REFUSED = {
     "no token": (lambda t: {"port": 0, "token_file": t / "no"}, "no", "No such file", "write a file"),
     "a short token": (lambda t: {"port": 0, "token_file": files(t, "abc")}, "token", "3 characters", "16 printable"),
     "a token of two words": (lambda t: {"port": 0, "token_file": files(t, "a b" * 9)}, "token", "no header", "16"),
+    "no address of this host": (
+        lambda _: {"port": 0, "host": "::ffff", "token_file": files(_)},
+        "::ffff",
+        "",
+        "an address",
+    ),
     "open to others": (lambda t: {"port": 0, "token_file": files(t, mode=0o644)}, "token", "others can", "chmod 600"),
 }
 
@@ -364,6 +386,26 @@ def test_what_prometheus_can_not_do_is_refused(case, run, tmp_path):
     assert asked in caught.value.asked
     assert found in caught.value.found
     assert fix in caught.value.fix
+
+
+def test_an_address_of_ipv6(run):
+    pytest.importorskip("prometheus_client")
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this host has no IPv6")
+    sink = Prometheus(run, port=0, host="::1")
+    with socket.create_connection(("::1", sink.port)) as client:
+        client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        assert client.recv(100).startswith(b"HTTP/1.0 200")
+    sink.close()
+
+
+def test_paths_may_be_text(run, tmp_path):
+    pytest.importorskip("prometheus_client")
+    Prometheus(run, file=str(tmp_path / "a.prom")).close()
+    assert (tmp_path / "a.prom").exists()
+    Prometheus(run, port=0, token_file=str(files(tmp_path))).close()
 
 
 def test_a_port_that_is_taken_is_refused(run):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +17,10 @@ import paceline
 from paceline.comm import api
 from paceline.nouns.errors import PacelineError, UsageError, WorkloadError
 from paceline.nouns.plan import Plan
+from paceline.sinks.numbers import numbers_of
 from paceline.train import log
 from paceline.train.job import Job
+from paceline.train.pictures import Pictures
 
 from support.jobs import LOOP, STEPS, events, write_workload
 from support.jobs import paceline as command
@@ -119,20 +123,29 @@ PICTURES = {
     "colours": torch.rand(3, 4, 3),
     "with alpha": np.random.default_rng(0).random((3, 4, 4)),
     "beyond 0 to 1": torch.tensor([[-1.0, 2.0, math.nan, 0.5]] * 3),
+    "flipped": np.arange(12, dtype=np.uint8).reshape(3, 4)[::-1],
+    "black and white": np.eye(3, 4, dtype=bool),
+    "zeros and ones": np.eye(3, 4, dtype=np.int64),
 }
+READ_ONLY = np.zeros((3, 4), np.uint8)
+READ_ONLY.flags.writeable = False
+PICTURES["read only"] = READ_ONLY
 
 
 @pytest.mark.parametrize("case", PICTURES)
 def test_an_array_becomes_a_png_file(case, tmp_path):
     image = pytest.importorskip("PIL.Image")
-    path = log.write_picture("../a b/ä", PICTURES[case], 7, tmp_path)
-    assert path.parent == tmp_path / "pictures"
-    assert re.fullmatch("a-b-[0-9a-f]{8}-00000007.png", path.name)
-    assert log.write_picture("a b", PICTURES[case], 7, tmp_path) != path
+    pictures = Pictures(tmp_path)
+    written = pictures.write("../a b/ä", PICTURES[case], 7)
+    assert re.fullmatch("pictures/a-b-[0-9a-f]{8}-00000007.png", written)
+    assert pictures.write("a b", PICTURES[case], 7) != written
+    path = tmp_path / written
     with image.open(path) as read:
         assert read.size == (4, 3)
         pixels = np.asarray(read)
-    if case == "grey":
+    if case in ("black and white", "zeros and ones"):
+        assert pixels.tolist() == (np.eye(3, 4) * 255).tolist()
+    if case in ("grey", "flipped", "read only"):
         assert pixels.tolist() == PICTURES[case].tolist()
     if case == "beyond 0 to 1":
         assert pixels[0].tolist() == [0, 255, 0, 128]
@@ -144,9 +157,12 @@ def test_figures_and_images_become_png_files(tmp_path):
     from matplotlib.figure import Figure
     from PIL import Image
 
-    for picture in (Figure(), Image.new("RGB", (3, 2))):
-        path = log.write_picture("it", picture, 1, tmp_path)
-        assert path.read_bytes()[:4] == b"\x89PNG"
+    images = [
+        Image.new(mode, (3, 2)) for mode in ("RGB", "CMYK", "F", "L", "1", "YCbCr", "HSV", "LAB", "RGBA", "P", "I")
+    ]
+    for picture in (Figure(), *images):
+        written = Pictures(tmp_path).write("it", picture, 1)
+        assert (tmp_path / written).read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize(
@@ -156,11 +172,98 @@ def test_figures_and_images_become_png_files(tmp_path):
         (np.zeros(3), "its shape"),
         ("a.png", "it is 'a.png'"),
         (np.zeros((0, 4)), "its"),
+        (np.full((3, 4), 128), "it has whole numbers of torch.int64 from 128 to 128"),
+        (torch.zeros(3, 4, dtype=torch.complex64), "its numbers are complex"),
+        (np.zeros((3, 4), complex), "it is"),
+        (np.full((3, 4), None), "it is"),
     ],
 )
 def test_what_is_no_picture_is_refused(picture, found, tmp_path):
     with pytest.raises(UsageError, match=f"can't log 'it' as a picture\n  found: {found}"):
-        log.write_picture("it", picture, 1, tmp_path)
+        Pictures(tmp_path).write("it", picture, 1)
+
+
+def test_a_full_disk_leaves_a_picture_out_and_ends_nothing(tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    job = job_of()
+    job.events.sinks = [type("Sink", (), {"put": lambda self, event: None, "end": bool, "wait": lambda *_: None})()]
+    monkeypatch.setattr("os.replace", full)
+    job.log_picture("it", torch.rand(3, 4))
+    assert "the picture 'it' of step 0 can't be written (No space left on device)" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert [path.suffix for path in Path(job.pictures.temporary.name).iterdir()] == []
+    job.log_picture("it", torch.rand(3, 4))
+    folder = Path(job.pictures.temporary.name)
+    assert [path.name for path in folder.iterdir()] == ["it-00000000.png"]
+    job.close()
+    assert not folder.exists(), "without a run directory nothing is left"
+
+
+def test_after_close_nothing_can_be_logged():
+    job = job_of()
+    job.close()
+    for call in (lambda: job.log(a=1), lambda: job.log_text("a", "b"), lambda: job.log_picture("a", torch.rand(2, 2))):
+        with pytest.raises(UsageError, match=r"they have ended: .*\n  fix: call job.log\w* before job.close"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [(np.array([1.5]), 1.5), (np.array(2), 2.0), (np.float16(0.5), 0.5), (torch.tensor([[3]]), 3.0), (True, 1.0)],
+)
+def test_numbers_of_every_kind(value, number):
+    assert job_of().log(a=value, b=(value, 2)) == {"a": number, "b": number / 2}
+
+
+@pytest.mark.parametrize("value", [10**400, torch.empty(1, device="meta"), np.ones(2), np.array(["a"])])
+def test_what_can_not_be_a_number_is_refused(value):
+    with pytest.raises(UsageError, match="can't log 'a'"):
+        job_of().log(a=value)
+
+
+def test_half_a_character_is_replaced():
+    assert log.checked_text("a", b"\xff!".decode("utf-8", "surrogateescape")) == "?!"
+
+
+def log_a_parameter(rank, zero):
+    """What each rank gets for a parameter of one element, of which only one rank has it."""
+    os.environ["PACELINE_PLAN"] = json.dumps(asdict(Plan.parse(f"shard=2,zero={zero}")))
+    model = torch.nn.Linear(4, 1)
+    torch.nn.init.constant_(model.bias, 2.5)
+    job, model, _ = paceline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return job.log(bias=model.bias)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_parameter_in_parts_is_logged_as_it_is(zero):
+    assert run_ranks(2, log_a_parameter, zero) == [{"bias": 2.5}] * 2
+
+
+def loop_in_which_rank_0_logs_alone(rank, where):
+    model = torch.nn.Linear(4, 1)
+    job, model, optimizer = paceline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    try:
+        for number in range(3):
+            job.backward(model(torch.ones(8, 4)).mean(), weight=8)
+            if where == "before the update" and rank == 0:
+                job.log(a=1)
+            optimizer.step()
+            if where == "after the update" and rank == 0:
+                job.log(a=1)
+            if where == "after the last update" and rank == 0 and number == 2:
+                job.log(a=1)
+        job.close()
+    except PacelineError as error:
+        return str(error)
+    return "went on"
+
+
+@pytest.mark.parametrize("where", ["before the update", "after the update", "after the last update"])
+def test_in_a_loop_of_ones_own_a_rank_that_logs_alone_is_told(where):
+    texts = run_ranks(2, loop_in_which_rank_0_logs_alone, where, timeout_s=40)
+    assert any("job.log should be reached by all ranks after the same step" in text for text in texts), texts
 
 
 def test_what_is_no_text_is_refused():
@@ -271,7 +374,9 @@ def test_under_servers_worker_0s_numbers_are_written(tmp_path):
     assert {row["rank"] for row in events(tmp_path / "runs" / "a", "logged")} == {0.0}
 
 
-def test_the_event_is_json(tmp_path):
-    assert json.loads(json.dumps(log.field_of("step"))) == "logged_step"
-    assert log.field_of("loss") == "loss"
-    assert Path(tmp_path).is_dir()
+def test_names_come_back_from_the_event():
+    names = ("step", "logged_step", "logged_in", "loss", "at")
+    fields = {log.field_of(name): number for number, name in enumerate(names)}
+    assert len(fields) == len(names)
+    event = json.loads(json.dumps({"event": "logged", "step": 3, "at": 1.5, **fields}))
+    assert numbers_of(event) == {name: number for number, name in enumerate(names)}

@@ -38,10 +38,9 @@ from paceline.integrations.lightning_optimizers import SchedulerConfig, read_opt
 from paceline.integrations.lightning_strategy import Precision, Strategy
 from paceline.nouns.errors import PlanError, UsageError, WorkloadError
 from paceline.nouns.parts import shown
+from paceline.train.log import field_of
 from paceline.train.loop_job import LoopJob
 from paceline.train.seed import kept_random_state
-
-_RESERVED = ("event", "step", "epoch", "at")  # fields that every event of the kind has
 
 
 class _Progress:
@@ -633,7 +632,7 @@ class Trainer:
         if not values or not self.is_global_zero:
             return
         plain_values = {name: float(value) for name, value in values.items()}
-        fields = {f"logged_{name}" if name in _RESERVED else name: value for name, value in plain_values.items()}
+        fields = {field_of(name): value for name, value in plain_values.items()}
         epoch = {"epoch": self.current_epoch} if event == "logged" else {}
         self.job.events.write({"event": event, "step": self.job.step_number, **epoch, **fields})
         for logger in [] if self.fast_dev_run else self.loggers:

@@ -178,7 +178,7 @@ def read_details(folder: Path) -> Details:
         elif kind == "evaluation":
             evaluations[step] = _scores(event)
         elif kind == "logged":
-            logged |= {name: (step, value) for name, value in _scores(event).items()}
+            logged |= {name.removeprefix("logged_"): (step, value) for name, value in _scores(event).items()}
     seconds = [event["seconds"] for event in last[1:] or last]
     samples = sum(event["samples"] for event in last[1:] or last)
     names = [each.name for each in list_checkpoints(folder / CHECKPOINTS)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.nouns.errors import UsageError
-from paceline.sinks.numbers import name_of, numbers_of, picture_of
+from paceline.sinks.numbers import name_of, numbers_of, path_of, picture_of
 
 RUN = "mlflow-run"  # a file of the run directory: the id of MLflow's run
 _NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")
@@ -58,6 +58,7 @@ class MLflow:
         folder = (run_dir or Path()).resolve() / "mlruns"
         self.client = MlflowClient(tracking_uri=uri or os.environ.get("MLFLOW_TRACKING_URI") or folder.as_uri())
         self.run_id = self._same_run() or self._new_run(experiment)
+        self.metrics = {*self.client.get_run(self.run_id).data.metrics}  # those of an earlier start too
 
     def _same_run(self) -> str | None:
         """Return the run in which the job has written before."""
@@ -81,7 +82,7 @@ class MLflow:
         kind = event["event"]
         at_ms = round(1000 * event["at"])
         metrics = [
-            self.make_metric(_NOT_IN_NAMES.sub("_", name), value, at_ms, event["step"])
+            self.make_metric(self._metric_of(name), value, at_ms, event["step"])
             for name, value in numbers_of(event).items()
         ]
         if metrics:
@@ -90,11 +91,22 @@ class MLflow:
             for name in ("total_steps", "samples", "batch_size", "world_size"):
                 self.client.set_tag(self.run_id, name, event[name])
         elif kind == "text":
-            name = _NOT_IN_NAMES.sub("_", event["name"])
+            name = _NOT_IN_NAMES.sub("_", path_of(event["name"]))
             self.client.log_text(self.run_id, event["text"], f"text/{name}-{event['step']:08}.txt")
         elif kind == "picture":
             self.client.log_artifact(self.run_id, str(picture_of(event, self.run_dir)), "pictures")
         self.has_ended |= kind == "end"
+
+    def _metric_of(self, name: str) -> str:
+        """Return a name that MLflow takes: in its folders a metric can't be a folder of others too."""
+        path = _NOT_IN_NAMES.sub("_", path_of(name))
+        parents = [path[:at] for at, each in enumerate(path) if each == "/"]
+        if any(parent in self.metrics for parent in parents):
+            path = path.replace("/", ".")
+        elif any(known.startswith(f"{path}/") for known in self.metrics):
+            path += ".value"
+        self.metrics.add(path)
+        return path
 
     def close(self) -> None:
         """End the run: FINISHED after the job's end, else FAILED."""

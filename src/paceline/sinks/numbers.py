@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+PREFIX = "logged_"  # as train/log.py writes names that are other fields' or begin so
 # Fields of the event `step` that become curves.
 STEP_FIELDS = ("loss", "gradient_norm", "seconds", "sent_bytes", "memory_bytes")
 
@@ -21,10 +22,15 @@ def numbers_of(event: Mapping[str, Any]) -> dict[str, float]:
         found = {f"evaluation/{name}": event[name] for name in event.keys() - {"event", "step", "at"}}
     elif kind == "logged":
         names = event.keys() - {"event", "step", "epoch", "at"}
-        found = {name.removeprefix("logged_"): event[name] for name in names}
+        found = {name.removeprefix(PREFIX): event[name] for name in names}
     else:
         return {}
     return {name: value for name, value in found.items() if type(value) in (int, float)}
+
+
+def path_of(name: str) -> str:
+    """Return a name as a path that stays in its folder: without empty parts, `.` and `..`."""
+    return "/".join(part for part in name.split("/") if part.strip() not in ("", ".", "..")) or "_"
 
 
 def name_of(run_dir: Path | None) -> str:

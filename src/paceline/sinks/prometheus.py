@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hmac
 import re
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,7 +31,8 @@ class Prometheus:
     reads token and numbers, so keep it within a network that you trust, or behind a proxy with TLS.
 
     Gauges: `paceline_step`, `paceline_train{name="loss"}`, `paceline_evaluation{name=...}` and
-    `paceline_logged{name=...}`, each with the label `job`; `paceline_ended` is 1 once the job has ended.
+    `paceline_logged{name=...}`, each with the label `job`. In the file `paceline_ended` is 1 once the job has closed. It
+    stays 0 after a failure, and an endpoint is gone by then.
 
     Args:
         run_dir: of the job; None where there is none.
@@ -58,10 +61,10 @@ class Prometheus:
     def __init__(
         self,
         run_dir: Path | None,
-        file: Path | None = None,
+        file: str | Path | None = None,
         port: int | None = None,
         host: str = LOOPBACK[0],
-        token_file: Path | None = None,
+        token_file: str | Path | None = None,
     ) -> None:
         try:
             import prometheus_client
@@ -79,9 +82,9 @@ class Prometheus:
         self.file = None
         self.server: WSGIServer | None = None
         if port is None:
-            self.file = file or (run_dir or Path()) / FILE
+            self.file = Path(file or (run_dir or Path()) / FILE)
         else:
-            token = None if token_file is None else _read_token(token_file)
+            token = None if token_file is None else _read_token(Path(token_file))
             self.server = _serve(prometheus_client.make_wsgi_app(self.registry), host, port, token)
         self._gauge("ended").labels(job=self.job).set(0)
         self._write_file()
@@ -135,7 +138,7 @@ class Prometheus:
             self.client.write_to_textfile(str(self.file), self.registry)
 
 
-def _check(file: Path | None, port: int | None, host: str, token_file: Path | None) -> None:
+def _check(file: object, port: int | None, host: str, token_file: object) -> None:
     """Raise UsageError where options contradict each other."""
     asked = f"Prometheus(host={host!r}, port={port})"
     if port is None:
@@ -193,6 +196,12 @@ class _Server(ThreadingMixIn, WSGIServer):
     block_on_close = False
 
 
+class _Server6(_Server):
+    """The same, at an address of IPv6."""
+
+    address_family = socket.AF_INET6
+
+
 def _serve(app: Callable[..., Any], host: str, port: int, token: str | None) -> WSGIServer:
     """Serve numbers in a thread.
 
@@ -210,11 +219,12 @@ def _serve(app: Callable[..., Any], host: str, port: int, token: str | None) -> 
             return [b"the numbers are at /metrics\n"]
         return app(environment, start)
 
+    kind = _Server6 if ":" in host else _Server
     try:
-        server = make_server(host, port, guarded, server_class=_Server, handler_class=_Quiet)
-    except (OSError, OverflowError) as error:
-        raise UsageError(
-            f"Prometheus(host={host!r}, port={port})", f"{error}", "choose a free port, or port=0 for any"
-        ) from error
+        server = make_server(host, port, guarded, server_class=kind, handler_class=_Quiet)
+    except OSError as error:
+        is_taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        fix = "choose a free port, or port=0 for any" if is_taken else "write an address of this host"
+        raise UsageError(f"Prometheus(host={host!r}, port={port})", str(error), fix) from error
     threading.Thread(target=server.serve_forever, name="prometheus", daemon=True).start()
     return server

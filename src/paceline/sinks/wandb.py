@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from paceline.nouns.errors import UsageError
-from paceline.sinks.numbers import name_of, numbers_of, picture_of
+from paceline.sinks.numbers import name_of, numbers_of, path_of, picture_of
 
 _STEP = "train/step"
 
@@ -79,12 +80,17 @@ class WandB:
             config: Any = self.run.config
             config.update({name: event[name] for name in facts}, allow_val_change=True)
         elif kind == "text":
-            values = {event["name"]: self.wandb.Table(columns=["text"], data=[[event["text"]]])}
+            values = {_key(event["name"]): self.wandb.Table(columns=["text"], data=[[event["text"]]])}
         elif kind == "picture":
-            values = {event["name"]: self.wandb.Image(str(picture_of(event, self.run_dir)))}
+            values = {_key(event["name"]): self.wandb.Image(str(picture_of(event, self.run_dir)))}
         if values:
             self.run.log({**values, _STEP: event["step"]})
 
     def close(self) -> None:
         """Send or write what is left."""
         self.run.finish()
+
+
+def _key(name: str) -> str:
+    """Return a name that can be a file's: W&B writes tables and images to files of their names."""
+    return re.sub(r"[^\w\-. /]", "_", path_of(name))

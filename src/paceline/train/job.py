@@ -43,6 +43,7 @@ from paceline.train.generate_job import generate_with, whole_model
 from paceline.train.kept import KeptObjects
 from paceline.train.last_checkpoint import first_failure
 from paceline.train.load_weights import check_flags, read_weights
+from paceline.train.pictures import Pictures
 from paceline.train.precision import autocast
 from paceline.train.seed import random_state, restore_random_state, seed_everything
 from paceline.train.servers import ServerSteps
@@ -446,9 +447,9 @@ class Job:
         """Write numbers of the loop's own to the job's events and sinks, over all ranks. Call it on every rank.
 
         Args:
-            values: by name: a pair, a sum and its weight, which are added up over the ranks and divided, as the loss
-                is; or a number, which counts once on each rank: the mean over the ranks. For names that are no Python
-                names.
+            values: a dict, for names that can't be keywords. A value is a pair, a sum and its weight, which are added
+                up over the ranks and divided, as the loss is; or a number, which counts once on each rank: the mean
+                over the ranks.
             more: the same, by keyword.
 
         Returns:
@@ -456,7 +457,8 @@ class Job:
             worker's own; worker 0's are written.
 
         Raises:
-            UsageError: a value is neither, or a name is empty, too long or has characters that don't print.
+            UsageError: the job is closed; or a value is neither, or a name is empty, too long or has characters that
+                don't print.
             WorkloadError: ranks have other names.
             CollectiveError: another rank goes on with its steps.
             PeerLostError: another rank has gone.
@@ -469,8 +471,9 @@ class Job:
             >>> job.log({"held out/accuracy": ((predictions == labels).sum(), len(labels))}, lr=0.1)
             {'held out/accuracy': 0.75, 'lr': 0.1}
         """
+        self._check_may_log("job.log")
         self.board.meet("job.log", self.step_number)
-        numbers = log.reduced({**(values or {}), **more}, self.steps.log_comm)
+        numbers = log.reduced({**(values or {}), **more}, self.steps.log_comm, self.device)
         if numbers:
             fields = {log.field_of(name): number for name, number in numbers.items()}
             self.events.write({"event": "logged", "step": self.step_number, **fields})
@@ -484,12 +487,13 @@ class Job:
             text: at most 100,000 characters.
 
         Raises:
-            UsageError: the text or the name is none, or too long.
+            UsageError: the job is closed; or the text or the name is none, or too long.
 
         Examples:
             >>> job = paceline.distribute(workload)
             >>> job.log_text("generated", "ROMEO: What is it?")
         """
+        self._check_may_log("job.log_text")
         event = {"event": "text", "name": log.checked_name(name), "text": log.checked_text(name, text)}
         self.events.write({**event, "step": self.step_number})
 
@@ -499,21 +503,35 @@ class Job:
         Args:
             name: of the picture.
             picture: a figure of matplotlib, an image of Pillow, or an array or tensor, (height, width) or
-                (height, width, 3 or 4), of uint8 or of numbers from 0 to 1.
+                (height, width, 3 or 4), of uint8 or of numbers from 0 to 1. Where the disk is full it is left out,
+                with a notice.
 
         Raises:
-            UsageError: it is none of these, or Pillow is not installed.
+            UsageError: the job is closed; or it is none of these, or Pillow is not installed.
 
         Examples:
             >>> job = paceline.distribute(workload)
             >>> job.log_picture("weights", torch.rand(16, 16))
         """
+        self._check_may_log("job.log_picture")
         log.checked_name(name)
         if not self.events.is_open:
             return
-        path = log.write_picture(name, picture, self.step_number, self.run_dir)
-        shown_path = path if self.run_dir is None else path.relative_to(self.run_dir)
-        self.events.write({"event": "picture", "name": name, "path": str(shown_path), "step": self.step_number})
+        try:
+            path = self.pictures.write(name, picture, self.step_number)
+        except OSError as error:  # a full disk ends no training
+            self.notice(f"the picture {name!r} of step {self.step_number} can't be written ({error.strerror})")
+            return
+        self.events.write({"event": "picture", "name": name, "path": path, "step": self.step_number})
+
+    def _check_may_log(self, call: str) -> None:
+        """Raise UsageError once events and sinks have ended."""
+        if self.closed_step is not None:
+            raise UsageError(
+                f"{call} writes to the job's events and sinks",
+                f"they have ended: job.close() ended the job after step {self.closed_step}",
+                f"call {call} before job.close()",
+            )
 
     def save(self, path: str | Path) -> None:
         """Write a checkpoint to the folder `path` and wait until it is on the disk.
@@ -893,6 +911,7 @@ class Job:
         self.closed_step = self.step_number
         self.events.write({"event": "end", "step": self.step_number, "ledger": self.ledger.rows()})
         self.events.close()
+        self.pictures.close()
         self.board.close()
         self.parallel.close()
 
@@ -945,6 +964,7 @@ class Job:
         _newest_job[:] = [self]
         self.board = StepBoard(self.steps.board_place)
         self.writer = CheckpointWriter(*self.steps.writer_place, self._report_save)
+        self.pictures = Pictures(self.run_dir)
         self.events = open_events(self.rank, self.run_dir, self.workload.sinks)
         self.events.write(
             {

@@ -1,13 +1,9 @@
-"""What the loop logs by itself: numbers over all ranks, text and pictures, as events of the job."""
+"""What the loop logs by itself: numbers over all ranks, and texts, as events of the job; pictures are in `pictures`."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-import re
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +13,7 @@ from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import UsageError, WorkloadError
 from paceline.nouns.parts import shown
 
-PICTURES = "pictures"  # a folder of the run directory
+PREFIX = "logged_"
 _RESERVED = ("event", "step", "epoch", "at")  # fields that every such event has
 _LONGEST_NAME = 200
 _MOST_TEXT = 100_000  # characters
@@ -25,7 +21,8 @@ _MOST_TEXT = 100_000  # characters
 
 def field_of(name: str) -> str:
     """Return the field of the event `logged` that has a number of this name."""
-    return f"logged_{name}" if name in _RESERVED else name
+    # Names that have the prefix get it too, so that taking it off gives the name.
+    return f"{PREFIX}{name}" if name in _RESERVED or name.startswith(PREFIX) else name
 
 
 def checked_name(name: Any) -> str:
@@ -43,23 +40,23 @@ def checked_name(name: Any) -> str:
     return name
 
 
-def reduced(values: Mapping[str, Any], comm: AxisComm) -> dict[str, float]:
+def reduced(values: Mapping[str, Any], comm: AxisComm, device: torch.device) -> dict[str, float]:
     """Return numbers over all ranks. Collective.
 
     Args:
         values: by name, a number, or a sum and its weight.
         comm: all ranks.
+        device: of the sums.
 
     Raises:
         UsageError: a value is neither; or a name is none.
         WorkloadError: ranks have other names.
     """
-    pairs = {checked_name(name): _pair(name, value) for name, value in values.items()}
-    names = sorted(pairs)
+    names = sorted(map(checked_name, values))
     _check_same_names(names, comm)
     if not names:
         return {}
-    table = torch.stack([pairs[name] for name in names])  # (names, 2)
+    table = torch.stack([_pair(name, values[name]) for name in names]).to(device)  # (names, 2)
     comm.all_reduce(table)
     return {
         name: total / weight if weight else math.nan
@@ -93,12 +90,16 @@ def _number(value: Any) -> float | None:
     if isinstance(value, FakeTensor):  # `paceline plan` goes through the loop without values
         return math.nan
     if isinstance(value, torch.Tensor):
-        if value.numel() != 1 or value.is_complex():
+        if value.numel() != 1 or value.is_complex() or value.is_meta:
             return None
         value = value.detach()  # a loss may be logged as it is
+        if hasattr(value, "full_tensor"):  # a parameter of which one rank has the element; all ranks are here
+            value = value.full_tensor()
+    elif getattr(value, "size", 0) == 1 and hasattr(value, "item"):  # numpy's
+        value = value.item()
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
 
 
@@ -120,7 +121,7 @@ def _check_same_names(names: list[str], comm: AxisComm) -> None:
 
 
 def checked_text(name: str, text: Any) -> str:
-    """Return a text.
+    """Return a text that can be encoded.
 
     Raises:
         UsageError: it is none, or too long.
@@ -128,56 +129,4 @@ def checked_text(name: str, text: Any) -> str:
     if not isinstance(text, str) or len(text) > _MOST_TEXT:
         found = f"it has {len(text):,} characters" if isinstance(text, str) else f"it is {shown(text)}"
         raise UsageError(f"can't log {name!r} as text", found, f"write a str of at most {_MOST_TEXT:,} characters")
-    return text
-
-
-def write_picture(name: str, picture: Any, step: int, run_dir: Path | None) -> Path:
-    """Write a picture as a PNG file; return its path.
-
-    Args:
-        name: of the picture.
-        picture: a figure of matplotlib, an image of Pillow, or an array or tensor: (H, W), (H, W, 3) or (H, W, 4), of
-            uint8, or of numbers from 0 to 1.
-        step: to which it belongs.
-        run_dir: of the job; a temporary folder where None.
-
-    Raises:
-        UsageError: it is none of these, or Pillow is missing.
-    """
-    folder = Path(tempfile.mkdtemp(prefix="paceline-pictures-")) if run_dir is None else run_dir / PICTURES
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{_file_name(name)}-{step:08}.png"
-    if hasattr(picture, "savefig"):
-        picture.savefig(path, format="png")
-    elif hasattr(picture, "save") and hasattr(picture, "mode"):
-        picture.save(path, format="PNG")
-    else:
-        _image_of(name, picture).save(path, format="PNG")
-    return path
-
-
-def _file_name(name: str) -> str:
-    """Return a name without what a path can't have; other names give other ones."""
-    plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip(".-")
-    return plain if plain == name else f"{plain or 'picture'}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-
-
-def _image_of(name: str, picture: Any) -> Any:
-    """Return an array as an image of Pillow."""
-    try:
-        from PIL import Image
-    except ImportError:
-        fix = "pip install pillow, or hand in a figure of matplotlib"
-        raise UsageError(f"can't log {name!r} as a picture", "Pillow is not installed", fix) from None
-    values = torch.as_tensor(picture).detach().cpu() if hasattr(picture, "shape") else None
-    if values is None or not _is_picture(values.shape):
-        found = f"it is {shown(picture)}" if values is None else f"its shape is {tuple(values.shape)}"
-        fix = "hand in a figure of matplotlib, an image of Pillow, or an array of height, width and 3 or 4 channels"
-        raise UsageError(f"can't log {name!r} as a picture", found, fix)
-    if values.dtype != torch.uint8:
-        values = (values.double().nan_to_num(0).clamp(0, 1) * 255).round().to(torch.uint8)
-    return Image.fromarray(values.numpy())
-
-
-def _is_picture(shape: torch.Size) -> bool:
-    return 0 not in shape and (len(shape) == 2 or (len(shape) == 3 and shape[2] in (3, 4)))
+    return text.encode("utf-8", "replace").decode()  # half a character, of bytes read as text, fits in no file

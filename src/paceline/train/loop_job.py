@@ -755,6 +755,7 @@ class LoopJob(Job):
         self.is_updated = False
         every = self.plan.checkpoint_every
         is_compared = self.step_number <= _COMPARED_STEPS or (every and self.step_number % every == 0)
+        self.board.begin_collective()
         check = self.parallel.check_of_parameters() if is_compared and self.size > 1 else 0.0
         with self._located():
             agreed = self.parallel.end_step(Piece(END, 0, check, _OTHER_PARAMETERS), self._is_asked_to_stop())
@@ -829,6 +830,7 @@ class LoopJob(Job):
         self._check_may_step()
         self._begin_step()
         self._follow_groups()
+        self.board.begin_collective()
         with self._located():
             self.parallel.reduce(Piece(REDUCE, target))
 

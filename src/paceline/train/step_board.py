@@ -28,7 +28,9 @@ CALLS = (
 )
 WAIT_S = 5.0  # then the collective itself waits: a rank may be late, or gone
 _POLL_S = 0.002
-_SLOT = struct.Struct("=qq")  # steps begun; 16 times the number of the call, plus its index in CALLS
+# Steps begun; collectives begun within them by a loop of one's own; 16 times the number of the call, plus its index in
+# CALLS.
+_SLOT = struct.Struct("=qqq")
 _CALLS_PER_SLOT = 16
 _boards = 0  # made by this process; every rank makes the same ones in the same order
 
@@ -46,6 +48,7 @@ class StepBoard:
         self.rank = place.rank
         self.size = place.size
         self.begun = 0  # steps
+        self.collectives = 0  # that a loop of one's own has begun in its steps
         self.calls = 0  # of `meet`
         self.call = 0  # the index in CALLS of the last one
         self.memory: mmap.mmap | None = None
@@ -57,6 +60,11 @@ class StepBoard:
     def begin_step(self) -> None:
         """Note that this rank begins a step."""
         self.begun += 1
+        self._write()
+
+    def begin_collective(self) -> None:
+        """Note that this rank begins what all ranks do together in a step: one that is at a call sees that it went on."""
+        self.collectives += 1
         self._write()
 
     def meet(self, call: str, step: int) -> None:
@@ -91,15 +99,17 @@ class StepBoard:
     def _write(self) -> None:
         if self.memory is not None:
             number = self.calls * _CALLS_PER_SLOT + self.call
-            _SLOT.pack_into(self.memory, self.rank * _SLOT.size, self.begun, number)
+            _SLOT.pack_into(self.memory, self.rank * _SLOT.size, self.begun, self.collectives, number)
 
     def _is_here(self, rank: int, call: str, step: int) -> bool:
         assert self.memory is not None
-        begun, number = _SLOT.unpack_from(self.memory, rank * _SLOT.size)
+        begun, collectives, number = _SLOT.unpack_from(self.memory, rank * _SLOT.size)
         calls, index = divmod(number, _CALLS_PER_SLOT)
         # It made this call less often and is steps ahead: it will never come here.
         if calls < self.calls and begun > self.begun:
             raise self._apart(call, rank, f"is in step {step + begun - self.begun}", step)
+        if calls < self.calls and collectives > self.collectives:
+            raise self._apart(call, rank, f"has gone on with step {step} or the next", step)
         if calls == self.calls and CALLS[index] != call:
             raise self._apart(call, rank, f"is at {CALLS[index]}", step)
         return bool(calls >= self.calls)
