@@ -367,12 +367,7 @@ REFUSED = {
     "no token": (lambda t: {"port": 0, "token_file": t / "no"}, "no", "No such file", "write a file"),
     "a short token": (lambda t: {"port": 0, "token_file": files(t, "abc")}, "token", "3 characters", "16 printable"),
     "a token of two words": (lambda t: {"port": 0, "token_file": files(t, "a b" * 9)}, "token", "no header", "16"),
-    "no address of this host": (
-        lambda _: {"port": 0, "host": "::ffff", "token_file": files(_)},
-        "::ffff",
-        "",
-        "an address",
-    ),
+    "no such host": (lambda t: {"port": 0, "host": "::ffff", "token_file": files(t)}, "::ffff", "", "an address"),
     "open to others": (lambda t: {"port": 0, "token_file": files(t, mode=0o644)}, "token", "others can", "chmod 600"),
 }
 

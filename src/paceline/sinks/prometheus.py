@@ -31,8 +31,8 @@ class Prometheus:
     reads token and numbers, so keep it within a network that you trust, or behind a proxy with TLS.
 
     Gauges: `paceline_step`, `paceline_train{name="loss"}`, `paceline_evaluation{name=...}` and
-    `paceline_logged{name=...}`, each with the label `job`. In the file `paceline_ended` is 1 once the job has closed. It
-    stays 0 after a failure, and an endpoint is gone by then.
+    `paceline_logged{name=...}`, each with the label `job`. In the file `paceline_ended` is 1 once the job has closed.
+    It stays 0 after a failure, and an endpoint is gone by then.
 
     Args:
         run_dir: of the job; None where there is none.

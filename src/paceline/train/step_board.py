@@ -63,7 +63,7 @@ class StepBoard:
         self._write()
 
     def begin_collective(self) -> None:
-        """Note that this rank begins what all ranks do together in a step: one that is at a call sees that it went on."""
+        """Note that this rank begins what all ranks do together in a step: one at a call sees that it went on."""
         self.collectives += 1
         self._write()
 
