@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from pathlib import Path
 
@@ -123,3 +124,58 @@ def test_a_worker_that_is_stopped_before_anybody_has_heard_of_it_is_replaced(tmp
     assert ended.code == 0, ended.err
     assert "worker 1 has been silent for" in ended.err
     assert len(losses(tmp_path / "runs" / "a")) == STEPS
+
+
+OWN_BATCHES = """
+import os, signal
+import torch, paceline
+
+def loss(model, batch):
+    return (model(batch) - 1).square().sum(), len(batch)
+
+workload = paceline.Workload(
+    model=lambda: torch.nn.Linear(4, 1),
+    loss=loss,
+    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
+    data=None,
+    steps=int(os.environ["STEPS"]),
+)
+job = paceline.distribute(workload)
+while job.step_number < job.total_steps:
+    batch = torch.randn(8, 4)
+    print("draws", job.step_number + 1, repr(float(batch.sum())), flush=True)
+    job.step(batch)
+    if job.rank == 1 and job.step_number == 3 and os.environ.get("MARK") and not os.path.exists(os.environ["MARK"]):
+        open(os.environ["MARK"], "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def drawn(ended, rank=0):
+    """What a rank drew for each step."""
+    assert ended.code == 0, ended.err
+    return dict(re.findall(rf"^\[{rank}\] draws (\d+) (\S+)$", ended.out, re.MULTILINE))
+
+
+def test_a_loop_that_makes_its_batches_draws_the_same_after_a_resume(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(OWN_BATCHES)
+    plan = ("-n", "2", "--plan", "server=1,mode=async")
+    whole = drawn(paceline(tmp_path, "run", *plan, file, STEPS="5"))
+    assert len({*whole.values()}) == 5
+    first = drawn(paceline(tmp_path, "run", *plan, "--job", "a", file, STEPS="3"))
+    then = drawn(paceline(tmp_path, "run", *plan, "--job", "a", "--resume", file, STEPS="5"))
+    assert sorted(then) == ["4", "5"]
+    assert {**first, **then} == whole
+
+
+@pytest.mark.parametrize("mode", ["stale,staleness=2", "async"])
+def test_a_lost_worker_that_makes_its_batches_is_replaced_and_ends_with_the_others(tmp_path, mode):
+    """It learns its step before its loop begins, also where none is left."""
+    file = tmp_path / "own.py"
+    file.write_text(OWN_BATCHES)
+    plan = ("-n", "2", "--plan", f"server=1,mode={mode}", "--job", "a")
+    ended = paceline(tmp_path, "run", *plan, file, STEPS="6", MARK=str(tmp_path / "mark"))
+    assert ended.code == 0, ended.err
+    assert "another takes its place" in ended.err
+    assert json.loads((tmp_path / "runs" / "a" / "result.json").read_text())["steps"] == 6

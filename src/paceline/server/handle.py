@@ -93,7 +93,8 @@ class Handle:
         """The step that comes next, from 0.
 
         Returns:
-            Steps that this worker has taken. One that takes a lost worker's place begins at that worker's step.
+            Steps that this worker has taken. One that takes a lost worker's place begins at that worker's step; in
+            other modes than sync it is known by its last heartbeat alone.
         """
         return self.answer.clock
 

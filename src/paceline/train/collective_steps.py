@@ -56,6 +56,9 @@ class CollectiveSteps:
         """Return the ranks over which `job.log` adds up: all. Those of one sample add equal ones."""
         return self.job.world
 
+    def begin_run(self) -> None:
+        """Do nothing: the job is at its step, with its random numbers."""
+
     def check_start(self, resume: str | None) -> None:
         """Raise UsageError where ranks start from different checkpoints. Collective."""
         # Before `load`, in which ranks with a checkpoint would wait for those without one.

@@ -984,6 +984,7 @@ class Job:
         before = signal.signal(signal.SIGTERM, self._asked_to_stop)
         try:
             self._find_start(self.run_dir)
+            self.steps.begin_run()
         except BaseException:  # the file may catch it, and make another job
             signal.signal(signal.SIGTERM, before)
             self.events.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
@@ -11,7 +12,7 @@ from paceline.nouns.errors import UsageError
 from paceline.nouns.record import StepRecord
 from paceline.train.collective_steps import CollectiveSteps
 from paceline.train.data import Batch
-from paceline.train.events import peak_memory_bytes
+from paceline.train.events import TAKES_OVER, peak_memory_bytes
 from paceline.train.schedulers import step_all
 from paceline.train.seed import seed_everything
 
@@ -81,8 +82,19 @@ class ServerSteps(CollectiveSteps):
             "write a file of your own, such as after job.close(), or train by replicate or shard",
         )
 
+    def begin_run(self) -> None:
+        """Have a loop that makes its own batches begin at the right step, with that step's random numbers."""
+        if self.job.workload.data is not None:
+            return
+        if os.environ.get(TAKES_OVER):
+            # A worker that takes a lost one's place loads no checkpoint, and its loop looks at its step first.
+            self._join()
+        self._seed_own_batch(self.job.step_number)
+
     def restore_own_state(self, folder: Path, manifest: dict[str, Any]) -> None:
-        """Do nothing: random numbers are drawn anew for every step."""
+        """Draw as after the checkpoint's step; where there is a data set, numbers are drawn anew for every step."""
+        if self.job.workload.data is None:
+            self._seed_own_batch(int(manifest["step"]))
 
     def batches(self) -> Iterator[Batch]:
         """Yield this worker's part of every global batch, from the step that the others have come to."""
@@ -102,12 +114,18 @@ class ServerSteps(CollectiveSteps):
         """Seed the step's random numbers: a worker that takes a lost one's place draws what that would have drawn."""
         self._join()
         job = self.job
-        place = job.step_number if job.workload.data is None else job.position
-        seed_everything(job.workload.seed, 1 + job.data_part, place)
+        if job.workload.data is not None:  # else the loop has drawn for this step already
+            seed_everything(job.workload.seed, 1 + job.data_part, job.position)
 
     def end_step(self, batch: Batch) -> None:
         """Go to the step that the servers have come to: usually the next."""
         self._go_to(self.parallel.step_number)
+        if self.job.workload.data is None:
+            self._seed_own_batch(self.job.step_number)
+
+    def _seed_own_batch(self, step: int) -> None:
+        """Seed what the loop draws for the batch after a step, and what the step then draws."""
+        seed_everything(self.job.workload.seed, 1 + self.job.data_part, step)
 
     def take_state(self) -> None:
         """Have the worker's optimizer hold what the servers keep, for a checkpoint."""
