@@ -9,7 +9,7 @@ import sys
 import psutil
 import pytest
 
-from paceline.bench.jobs import LIBRARIES, SETTINGS, busy_processes, ratios, run_jobs, table
+from paceline.bench.jobs import LIBRARIES, SETTINGS, busy_processes, last_line_of, ratios, run_jobs, table
 from paceline.cli.main import main
 from paceline.nouns.errors import UsageError
 
@@ -32,6 +32,11 @@ def test_the_table_aligns():
     lines = table({"rows": rows, "ratios": {"quiet_over_ddp": 1.0}, "busy": 3, "machine": machine}).splitlines()
     assert len({len(line) for line in lines[: 1 + len(rows)]}) == 1
     assert lines[-1] == "2 cores, load 0.2 before, 2.0 after"
+
+
+def test_the_error_has_the_last_line_with_a_word():
+    assert last_line_of("no\n  exitcode: -6 (SIGABRT)\n=====\n\n") == "exitcode: -6 (SIGABRT)"
+    assert last_line_of("====\n") == "it printed nothing"
 
 
 @pytest.mark.parametrize("numbers", [(0, 300, 3), (1, 1, 3), (1, 300, 0)])

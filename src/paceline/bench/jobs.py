@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -182,14 +183,18 @@ def _run_job(folder: Path, library: str, steps: int) -> tuple[float, float]:
     duration_s = time.monotonic() - began_s
     result = json.loads(mark.read_text()) if mark.exists() else None
     if ended.returncode or result is None or result["steps"] != steps:
-        lines = ended.stderr.strip().splitlines()
-        last_line = lines[-1] if lines else "it printed nothing"
         raise UsageError(
             f"{library} should train {steps} steps on {RANKS} ranks",
-            f"it did not: {last_line}",
+            f"it did not: {last_line_of(ended.stderr)}",
             "run it alone: " + " ".join(command),
         )
     return (steps - 1) * BATCH / result["seconds"], duration_s
+
+
+def last_line_of(stderr: str) -> str:
+    """Return the last line of `stderr` that has a word in it: torchrun ends with a line of equal signs."""
+    lines = [line.strip() for line in stderr.splitlines() if re.search(r"\w", line)]
+    return lines[-1] if lines else "it printed nothing"
 
 
 def _row(setting: str, library: str, rates: Measured, durations: Measured) -> dict[str, Any]:

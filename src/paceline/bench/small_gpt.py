@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attentio
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import paceline
+from paceline.run.rank.process_exit import exit_process
 
 VOCABULARY = 65
 LENGTH = 64
@@ -134,7 +135,7 @@ def train_with_ddp(steps: int, timed: Timed) -> bool:
         loss = mean_loss(model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
     timed.steps(DataLoader(data, BATCH // ranks, sampler=sampler, drop_last=True), step)
     torch.distributed.destroy_process_group()
@@ -156,7 +157,7 @@ def train_with_accelerate(steps: int, timed: Timed) -> bool:
         loss = mean_loss(model, batch)
         accelerator.backward(loss)
         optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
     timed.steps(batches, step)
     accelerator.end_training()
@@ -180,7 +181,7 @@ def train_with_lightning(steps: int, timed: Timed) -> bool:
         loss = mean_loss(model, batch)
         fabric.backward(loss)
         optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
     timed.steps(batches, step)
     return bool(fabric.is_global_zero)
@@ -223,3 +224,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    if sys.argv[1] != "paceline":  # `paceline run` ends its ranks so: torch's Gloo may abort one that ends otherwise
+        exit_process(0)
