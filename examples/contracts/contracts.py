@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import lzma
@@ -58,6 +59,11 @@ def load(folder: Path | None, seed: int, exact: bool = False) -> Data:
             asked = f"{name} needs reentrant and safe contracts"
             raise DataError(asked, f"{count} of its {len(rows)} contracts are reentrant", "take the files anew")
     return grouped(data, exact)
+
+
+def digest_of(rows: Sequence[Contract]) -> str:
+    """Return a text that differs where the contracts do, or their labels."""
+    return hashlib.sha256(repr([(row.name, row.source, row.is_reentrant) for row in rows]).encode()).hexdigest()
 
 
 def read(folder: Path) -> Data:

@@ -12,6 +12,7 @@ model judges a contract of which it has seen a near duplicate. Without --data th
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import time
 from collections.abc import Sequence
@@ -83,6 +84,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     if arguments.linear:
         scores.linear_parts()
     check_folders(arguments)
+    check_picture(arguments.picture)
 
 
 def check_folders(arguments: argparse.Namespace) -> None:
@@ -91,6 +93,18 @@ def check_folders(arguments: argparse.Namespace) -> None:
         path = getattr(arguments, flag)
         if path is not None and not path.parent.is_dir():
             raise UsageError(f"--{flag} {path}", f"there is no folder {path.parent}", "make the folder first")
+
+
+def check_picture(path: Path | None) -> None:
+    """Raise UsageError for a picture that could not be drawn after the training."""
+    if path is None:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        fix = "pip install matplotlib, or leave --picture out"
+        raise UsageError(f"--picture {path}", "matplotlib is not installed", fix)
+    if path.suffix not in (".png", ".pdf", ".svg"):
+        fix = "name a file that ends in .png, .pdf or .svg"
+        raise UsageError(f"--picture {path}", f"its name ends in {path.suffix or 'nothing'}", fix)
 
 
 class Setting(NamedTuple):
@@ -126,14 +140,17 @@ def prepare(arguments: argparse.Namespace) -> Setting:
 
 def train(setting: Setting, arguments: argparse.Namespace) -> tuple[Any, list[torch.nn.Module], float]:
     """Train the models of all folds on the same batches. Return the job, the models and the seconds."""
-    parameters = [parameter for encoder in setting.encoders for parameter in encoder.parameters()]
     # Without a short last batch: a rank without a contract would take part with one that does not count.
     loader = DataLoader(
         setting.train, batch_size=arguments.batch_size, shuffle=True, drop_last=True, collate_fn=models.collate
     )
     steps = arguments.steps or (arguments.epochs or EPOCHS) * len(loader)
     passes = -(-steps // len(loader))
-    optimizer = torch.optim.AdamW(parameters, lr=arguments.lr, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        (parameter for encoder in setting.encoders for parameter in encoder.parameters()),
+        lr=arguments.lr,
+        weight_decay=0.01,
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / (0.1 * steps + 1), 1.02 - step / steps)
     )
@@ -143,6 +160,14 @@ def train(setting: Setting, arguments: argparse.Namespace) -> tuple[Any, list[to
     if arguments.batch_size < job.data_size:
         found = f"{job.data_size} ranks share it, and each needs a contract of its own"
         raise UsageError(f"--batch-size {arguments.batch_size}", found, f"write {job.data_size} or more")
+    job.keep_settings(
+        data=contracts.digest_of(setting.data.train),
+        groups=arguments.groups,
+        folds=arguments.folds,
+        fold=arguments.fold,
+        length=arguments.length,
+        chunks=arguments.chunks,
+    )
     began_s = time.monotonic()
     for _ in job.epochs(passes):
         for batch in loader:

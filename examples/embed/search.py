@@ -9,9 +9,12 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-import vectors
-
 from paceline.nouns.errors import PacelineError, UsageError
+
+try:
+    import vectors
+except UsageError as error:  # usearch is missing
+    sys.exit(f"search.py: {error}")
 
 
 def table(found: Sequence[tuple[float, str]], width: int) -> str:
@@ -33,6 +36,9 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=10, metavar="N", help="how many to show (default 10)")
     arguments = parser.parse_args()
     try:
+        if Path(arguments.query).is_dir() and not arguments.index.is_dir():
+            found, fix = f"{arguments.query} is a folder", "write the index's folder first, then the query"
+            raise UsageError(f"a search for {arguments.query!r}", found, fix)
         if arguments.count < 1:
             raise UsageError(f"--count {arguments.count}", "it should be at least 1", "write --count 10")
         if not arguments.query.strip():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import lzma
 import math
@@ -9,7 +10,7 @@ import random
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -91,6 +92,11 @@ _SLOTS = tuple(
         "in the garden/in the yard, on the street/on the road, at home/in the house, by the sea/on the shore",
     )
 )
+
+
+def digest_of(parts: Mapping[str, list[Pair]]) -> str:
+    """Return a text that differs where the pairs do."""
+    return hashlib.sha256(repr(sorted(parts.items())).encode()).hexdigest()
 
 
 def make_up(count: int, part: str) -> list[Pair]:

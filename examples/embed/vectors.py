@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,13 @@ import sentences
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from usearch.index import Index
 
 from paceline.nouns.errors import DataError, UsageError
+
+try:
+    from usearch.index import Index
+except ImportError as error:
+    raise UsageError("an index of sentences", "usearch is not installed", "pip install usearch") from error
 
 VERSION = 1
 EXPANSION = 128  # candidates of a search; usearch's default, 64, finds 0.96 of STS-B's ten nearest instead of 0.99
@@ -86,7 +91,7 @@ class Search:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._fix = f"write it anew: paceline run workload.py --index {folder}"
+        self._fix = f"write it anew: paceline run workload.py --index {shlex.quote(str(folder))}"
         _check_files(folder, self._fix)
         try:
             state = load_file(folder / MODEL)

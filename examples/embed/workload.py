@@ -10,6 +10,7 @@ second among those of the global batch.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import time
 from collections.abc import Mapping
@@ -20,7 +21,6 @@ import encoder
 import figure
 import sentences
 import torch
-import torchmetrics
 import vectors
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -29,8 +29,14 @@ import paceline
 from paceline.integrations.saving import save_model
 from paceline.nouns.errors import DataError, UsageError
 
+try:
+    import torchmetrics
+except ImportError as error:
+    raise UsageError("a rank correlation", "torchmetrics is not installed", "pip install torchmetrics") from error
+
 HIGH = 0.8  # pairs of this score or more, 4 of 5, mean the same
 NEIGHBOURS = 10
+EPOCHS = 6
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -38,7 +44,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train sentence embeddings, and write an index to search.")
     add = parser.add_argument
     add("--data", type=Path, metavar="DIR", help="folder with sts-train.csv, sts-dev.csv, sts-test.csv; else made up")
-    add("--epochs", type=int, default=6)
+    add("--epochs", type=int, help="passes over the training pairs (default 6)")
     add("--steps", type=int, help="optimizer steps, instead of --epochs")
     add("--batch-size", type=int, default=64, help="of all ranks together (default 64)")
     add("--lr", type=float, default=1e-3, help="peak learning rate (default 1e-3)")
@@ -56,6 +62,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def check_arguments(arguments: argparse.Namespace) -> None:
     """Raise UsageError for what would else be found only after the training."""
+    if arguments.epochs is not None and arguments.steps is not None:
+        raise UsageError("--epochs and --steps", "both say when training ends", "leave one of them out")
     for flag, least in (("epochs", 1), ("steps", 1), ("batch_size", 2), ("width", 2)):
         value = getattr(arguments, flag)
         if value is not None and value < least:
@@ -69,12 +77,30 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--drop {arguments.drop}", "it is a share below 1", "write --drop 0.2")
     if not arguments.negatives >= 0:
         raise UsageError(f"--negatives {arguments.negatives}", "it should be 0 or more", "write --negatives 0.1")
+    check_files(arguments)
+
+
+def check_files(arguments: argparse.Namespace) -> None:
+    """Raise UsageError for a file that could not be written after the training."""
     for flag in ("output", "picture", "index"):
         path = getattr(arguments, flag)
         if path is not None and not path.parent.is_dir():
             raise UsageError(f"--{flag} {path}", f"there is no folder {path.parent}", "make the folder first")
+    check_picture(arguments.picture)
     if arguments.index is not None:
         vectors.check_may_write(arguments.index)
+
+
+def check_picture(path: Path | None) -> None:
+    """Raise UsageError for a picture that could not be drawn after the training."""
+    if path is None:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        fix = "pip install matplotlib, or leave --picture out"
+        raise UsageError(f"--picture {path}", "matplotlib is not installed", fix)
+    if path.suffix not in (".png", ".pdf", ".svg"):
+        fix = "name a file that ends in .png, .pdf or .svg"
+        raise UsageError(f"--picture {path}", f"its name ends in {path.suffix or 'nothing'}", fix)
 
 
 def loss_of(job: Any, model: torch.nn.Module, batch: Any, temperature: float, negatives: float) -> torch.Tensor:
@@ -179,7 +205,7 @@ def main() -> None:
         found = f"there are {len(data)} training pairs"
         raise UsageError(f"--batch-size {arguments.batch_size}", found, "choose a smaller batch")
     a_pass = len(data) // arguments.batch_size
-    steps = arguments.steps or arguments.epochs * a_pass
+    steps = arguments.steps or (arguments.epochs or EPOCHS) * a_pass
 
     torch.manual_seed(arguments.seed)
     model = encoder.Encoder(arguments.width, sentences.rarity(distinct(parts["train"])))
@@ -194,6 +220,7 @@ def main() -> None:
         found = f"{job.data_size} ranks share it, and each needs a sample of its own"
         raise UsageError(f"--batch-size {arguments.batch_size}", found, f"write {job.data_size} or more")
 
+    job.keep_settings(data=sentences.digest_of(parts), batch_size=arguments.batch_size)
     began_s = time.monotonic()
     for _ in job.epochs(-(-steps // a_pass)):
         for batch in loader:
@@ -207,7 +234,7 @@ def main() -> None:
         "data": f"{name}, {len(data):,} training and {len(parts['test']):,} test pairs",
         "size": f"{size / 1e6:.1f} million parameters",
         "seconds": round(time.monotonic() - began_s, 3),
-        "steps": steps,
+        "steps": job.step_number,
     }
     report.write(job, model, arguments, result)
 

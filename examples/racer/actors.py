@@ -108,11 +108,13 @@ def main() -> None:
     began_s = time.monotonic()
     train(job, task, arguments)
     train_s = time.monotonic() - began_s
+    # On every rank: where each has a part of the model, all of them have to call it.
+    results = tasks.test(job.model, task, range(task.episodes), job.device)
     if job.rank != 0:
         return
-    results = tasks.test(job.model, task, range(task.episodes), job.device)
     scores = tasks.scores_of(task, dict(enumerate(results)))
-    print(f"{task.name}: {job.step_number} gradients of each of {job.size} actors, {train_s:.1f} s")
+    actors = f"{job.size} actor{'s' * (job.size > 1)}"
+    print(f"{task.name}: {job.step_number} steps of each of {actors}, {train_s:.1f} s")
     for name, score in scores.items():
         print(f"{name:<16} {score:8.3f}")
     if arguments.output:

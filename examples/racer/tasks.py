@@ -36,6 +36,7 @@ class Task:
         episodes: of the test.
         discount: of a reward that is a step later.
         groups: names of parts of the test, with the number of the first episode after each.
+        digest: of what it is learned on.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Task:
     episodes: int
     discount: float
     groups: dict[str, int]
+    digest: str
     tracks: Sequence[tracks.Track] = ()
 
 
@@ -66,12 +68,25 @@ def check_flags(arguments: argparse.Namespace) -> None:
             if getattr(arguments, name, None) is not None:
                 fix = f"leave --{name} out, or --task cartpole"
                 raise UsageError(f"--{name} with --task cartpole", f"--{name} is about the tracks", fix)
+    check_picture(getattr(arguments, "picture", None))
     if arguments.seed < 0:
         raise UsageError(f"--seed {arguments.seed}", "it should be 0 or more", "write --seed 0")
     for name in ("output", "picture"):
         path = getattr(arguments, name, None)
         if path is not None and not path.resolve().parent.is_dir():
             raise UsageError(f"--{name} {path}", f"there is no folder {path.parent}", "make the folder first")
+
+
+def check_picture(path: Path | None) -> None:
+    """Raise UsageError for a picture that could not be drawn after the training."""
+    if path is None:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        fix = "pip install matplotlib, or leave --picture out"
+        raise UsageError(f"--picture {path}", "matplotlib is not installed", fix)
+    if path.suffix not in (".png", ".pdf", ".svg"):
+        fix = "name a file that ends in .png, .pdf or .svg"
+        raise UsageError(f"--picture {path}", f"its name ends in {path.suffix or 'nothing'}", fix)
 
 
 def check_counts(arguments: argparse.Namespace, least: dict[str, int]) -> None:
@@ -100,6 +115,7 @@ def make_task(arguments: argparse.Namespace) -> Task:
             episodes=CARTPOLE_EPISODES,
             discount=0.99,
             groups={"return": CARTPOLE_EPISODES},
+            digest="CartPole-v1",
         )
     rewards = reward.reward_function if arguments.reward is None else read_reward(arguments.reward)
     name, train, held_out = tracks.read_tracks(arguments.data)
@@ -111,6 +127,7 @@ def make_task(arguments: argparse.Namespace) -> Task:
         episodes=len(everything),
         discount=0.97,
         groups={"learned": len(train), "held out": len(everything)},
+        digest=tracks.digest_of(train),
         tracks=everything,
     )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.nouns.errors import DataError
+from paceline.nouns.errors import DataError, UsageError
 
 WHERE = (
     "get the folder tracks of https://github.com/aws-deepracer-community/deepracer-analysis, "
@@ -53,19 +53,22 @@ def read_tracks(folder: Path | None) -> tuple[str, list[Track], list[Track]]:
     A fifth is held out, chosen by name: a track and the same one driven the other way stand on one side.
 
     Raises:
-        DataError: there is no track, or a file has none.
+        UsageError: there is no such folder, or no track in it to learn on or to test on.
+        DataError: a file has none.
     """
     if folder is None:
         return "generated tracks", [generate(number) for number in range(24)], [generate(100 + n) for n in range(8)]
+    if not folder.is_dir():
+        raise UsageError(f"--data {folder}", "it is a file" if folder.exists() else "there is no such folder", WHERE)
     paths = sorted([*folder.glob("*.npy"), *folder.glob("tracks/*.npy")])
     if not paths:
-        raise DataError(f"--data {folder}", "there is no track (*.npy) in it or in its folder tracks", WHERE)
+        raise UsageError(f"--data {folder}", "there is no track (*.npy) in it or in its folder tracks", WHERE)
     train, held_out = [], []
     for path in paths:
         (held_out if is_held_out(path.stem) else train).append(read_track(path))
     if not train or not held_out:
         found = f"of {len(paths)} tracks {len(train)} are to learn on and {len(held_out)} are held out"
-        raise DataError(f"--data {folder}", found, f"both need one: {WHERE}")
+        raise UsageError(f"--data {folder}", found, f"both need one: {WHERE}")
     return "DeepRacer's tracks", train, held_out
 
 
@@ -146,6 +149,14 @@ def generate(number: int) -> Track:
     normal = np.stack([-ahead[:, 1], ahead[:, 0]], axis=1)
     half = random.uniform(0.38, 0.6)
     return lay_out(f"generated {number}", np.concatenate([line, line + half * normal, line - half * normal], axis=1))
+
+
+def digest_of(tracks: Sequence[Track]) -> str:
+    """Return a text that differs where the tracks do."""
+    found = hashlib.sha256()
+    for track in tracks:
+        found.update(track.name.encode() + track.waypoints.tobytes())
+    return found.hexdigest()
 
 
 class Tracks:

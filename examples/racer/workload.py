@@ -91,6 +91,15 @@ class Trainer:
         self.job, self.policy, self.player, self.optimizer, self.schedule = paceline.prepare(
             policy, player, optimizer, schedule, seed=arguments.seed
         )
+        self.job.keep_settings(
+            task=task.digest,
+            reward="DeepRacer's" if arguments.reward is None else arguments.reward.read_text(),
+            environments=arguments.environments,
+            length=arguments.length,
+            epochs=arguments.epochs,
+            parts=arguments.parts,
+            seed=arguments.seed,
+        )
         if arguments.environments < self.job.data_size:
             raise UsageError(
                 f"--environments {arguments.environments}",
@@ -206,14 +215,12 @@ def main() -> None:
     job = trainer.job
     if job.rank != 0:
         return
-    count = trainer.total_steps / trainer.updates
+    count = job.step_number / trainer.updates
     samples = int(count * arguments.environments * arguments.length)
     ranks = f"{job.size} rank{'s' * (job.size > 1)}"
     print(f"{task.name}: {count:g} rollouts, {samples:,} steps played on {ranks}, {train_s:.1f} s")
     for name, score in scores.items():
         print(f"{name:<16} {score:8.3f}")
-    if arguments.picture:
-        figure.draw(arguments.picture, task, trainer.player, results, trainer.curve)
     if arguments.output:
         result = {
             "data": task.name,
@@ -224,6 +231,8 @@ def main() -> None:
             "curve": trainer.curve,
         }
         arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    if arguments.picture:
+        figure.draw(arguments.picture, task, trainer.player, results, trainer.curve)
 
 
 if __name__ == "__main__":

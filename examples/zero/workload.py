@@ -14,6 +14,7 @@ a causal language model of transformers in a folder, and Python.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import random
@@ -92,6 +93,19 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         path = getattr(arguments, name)
         if path is not None and not path.resolve().parent.is_dir():
             raise UsageError(f"--{name} {path}", f"there is no folder {path.parent}", "make the folder first")
+    check_picture(arguments.picture)
+
+
+def check_picture(path: Path | None) -> None:
+    """Raise UsageError for a picture that could not be drawn after the training."""
+    if path is None:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        fix = "pip install matplotlib, or leave --picture out"
+        raise UsageError(f"--picture {path}", "matplotlib is not installed", fix)
+    if path.suffix not in (".png", ".pdf", ".svg"):
+        fix = "name a file that ends in .png, .pdf or .svg"
+        raise UsageError(f"--picture {path}", f"its name ends in {path.suffix or 'nothing'}", fix)
 
 
 def check_belongs(arguments: argparse.Namespace) -> None:
@@ -148,6 +162,13 @@ def train(setting: Setting, arguments: argparse.Namespace, executor: Executor) -
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, betas=(0.9, 0.98), weight_decay=0.01)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / RISE, 1.0))
     job, model, optimizer, scheduler = paceline.prepare(model, optimizer, scheduler, seed=arguments.seed)
+    job.keep_settings(
+        language=language.name,
+        operations=arguments.operations,
+        warm_up=arguments.warm_up,
+        batch_size=arguments.batch_size,
+        attempts=arguments.attempts,
+    )
     player = Player(job, language, executor, arguments.seed)
     # In checkpoints: a resumed job plays on with the tasks that were accepted before, and its curve goes on.
     buffer = Buffer(job.keep("buffer", {}), player.with_outputs(language.seeds))

@@ -303,6 +303,22 @@ def test_the_checkpoint_of_a_step_has_what_the_loop_did_after_it(tmp_path, monke
     assert second.keep("count", again) == {"steps": 2}
 
 
+def test_a_job_does_not_resume_with_other_settings(job, tmp_path):
+    job.keep_settings(data="letters", fold=2, sizes=(1, 2), nothing=None)
+    job.step(next(job.batches()))
+    job.save(tmp_path / "saved")
+
+    def resumed():
+        second = Job(workload("lamb"), Plan())
+        second.load(tmp_path / "saved")
+        return second
+
+    resumed().keep_settings(data="letters", fold=2, sizes=(1, 2), nothing=None, more=1)
+    for settings, found in (({"fold": 3}, "began with fold = 2"), ({"nothing": 0}, "began with nothing = None")):
+        with pytest.raises(UsageError, match=f"{found}\n  fix: resume with that, or begin another job"):
+            resumed().keep_settings(**{"data": "letters", "fold": 2, "nothing": None, **settings})
+
+
 def test_what_the_file_keeps_no_more_is_told(job, tmp_path, capsys):
     job.keep("gone", [1])
     job.ema(0.9)

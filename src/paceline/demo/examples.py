@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import itertools
 import json
 import shlex
 import sys
@@ -211,9 +212,10 @@ def _needs(paths: list[Path]) -> tuple[str, ...]:
 
 
 def _imports(path: Path) -> set[str]:
-    """Return the modules and packages that a file imports at once, by their first names."""
+    """Return the modules and packages that a file imports at once, by their first names; also where it tries to."""
     found: set[str] = set()
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    for node in itertools.chain(body, *(each.body for each in body if isinstance(each, ast.Try))):
         if isinstance(node, ast.Import):
             found.update(alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:

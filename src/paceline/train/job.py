@@ -40,7 +40,7 @@ from paceline.train.collective_steps import CollectiveSteps
 from paceline.train.data import Batch, moved, no_data, open_data
 from paceline.train.events import VERSION, open_events, peak_memory_bytes, restart_fact
 from paceline.train.generate_job import generate_with, whole_model
-from paceline.train.kept import KeptObjects
+from paceline.train.kept import SETTINGS, KeptObjects
 from paceline.train.last_checkpoint import first_failure
 from paceline.train.load_weights import check_flags, read_weights
 from paceline.train.pictures import Pictures
@@ -715,6 +715,34 @@ class Job:
         self._keeps("job.keep")
         self.kept.add(name, target, per_rank)
         return target
+
+    def keep_settings(self, **settings: Any) -> None:
+        """Keep in checkpoints what a job can't change on the way, and refuse to resume with other values.
+
+        Such as the data that it trains on, or how they are split: a resumed job with others would train on both, and
+        call the result that of one. Call it once, after `distribute` or `prepare`, on every rank.
+
+        Args:
+            settings: numbers, strings, None, and tuples of these, the same on every rank; of data a digest or a count.
+
+        Raises:
+            UsageError: the job resumes, and began with another value; it was called before; or parameter servers train
+                the model.
+            WorkloadError: a value can't be kept.
+
+        Examples:
+            >>> job = paceline.distribute(workload)
+            >>> job.keep_settings(data="letters, 64 samples", fold=2)
+        """
+        kept: dict[str, Any] = self.keep(SETTINGS, {})
+        for name, value in settings.items():
+            if name in kept and kept[name] != value:
+                raise UsageError(
+                    f"{name} = {value!r:.80}",
+                    f"the job that resumes began with {name} = {kept[name]!r:.80}",
+                    "resume with that, or begin another job: without --resume, under another --job",
+                ).at(rank=self.rank, step=self.step_number)
+        kept.update(settings)
 
     def ema(self, decay: float, name: str = "ema") -> Average:
         """Begin a moving average of the trained parameters, which checkpoints have and a resumed job goes on with.

@@ -31,6 +31,7 @@ from paceline.train.average import Average
 from paceline.train.kept_values import decode, encode
 
 PREFIX = "kept/"
+SETTINGS = "job.settings"  # the name of what `job.keep_settings` keeps
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 
 
