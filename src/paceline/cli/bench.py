@@ -13,6 +13,8 @@ in raw torch (fully_shard, parallelize_module, PipelineStage); both sides must c
 bench restart: the time from `kill -9` of a rank to the next finished step under `paceline run --max-restarts`, against
 torchrun with the same file and the same checkpoints, and with DDP in plain torch.
 
+bench observe: what it costs to measure where a step's time goes: ten steps with and ten without in turn, in one job.
+
 bench planner: predicted memory against torch's profiler in real jobs, against a GPU of this host (--device cuda) and
 against a table of published measurements (--published FILE); the time of a profile of seven billion parameters.
 """
@@ -26,11 +28,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from paceline.bench import jobs, planner, restart, strategies
+from paceline.bench import jobs, observe, planner, restart, strategies
 from paceline.bench.step import run_bench
 from paceline.nouns.table import aligned
 
-SUBJECTS = ("step", "jobs", "strategies", "restart", "planner")
+SUBJECTS = ("step", "jobs", "strategies", "restart", "observe", "planner")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,6 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
         elif arguments.subject == "restart":
             result = restart.run_restarts(folder, arguments.rounds, tell)
             shown = restart.table
+        elif arguments.subject == "observe":
+            result = observe.run_observe(folder, arguments.rounds, tell)
+            shown = observe.table
         else:
             result = run_bench(folder, arguments.rounds, arguments.startup_rounds, tell)
             shown = table

@@ -98,7 +98,7 @@ class Rule:
 
 # Of the flags of `paceline bench`, the subjects that they are about.
 _BENCH = {
-    "rounds": ("step", "jobs", "strategies", "restart"),
+    "rounds": ("step", "jobs", "strategies", "restart", "observe"),
     "startup_rounds": ("step",),
     "steps": ("jobs",),
     "busy": ("jobs",),

@@ -31,6 +31,8 @@ VERBS = {
     "verify": "prove that a plan trains as one process does",
     "doctor": "look at the hosts before a job does: what would stop it or slow it down",
     "runs": "list runs, show or compare some, remove some",
+    "top": "show a job live: speed, and where each rank's time goes",
+    "timeline": "write what each rank did, when, as a trace for Perfetto",
     "server": "start a parameter server alone, and look at those of a job",
     "export": "write a checkpoint's model as transformers reads it",
     "demo": "pre-train a small BERT with two processes, from nothing",

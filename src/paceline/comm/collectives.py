@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from paceline.comm.ledger import Ledger
+from paceline.comm.step_times import BUBBLE, COMMUNICATION, Timed
 from paceline.nouns.errors import CollectiveError, PeerLostError, UsageError
 from paceline.nouns.mesh import AXES, Mesh
 
@@ -32,6 +33,13 @@ class Pending(Protocol):
         """Block until the result stands in the tensor."""
 
 
+class Message(NamedTuple):
+    """What tells a message from others on its way: the other rank, and its tag."""
+
+    peer: int
+    tag: int
+
+
 class Done:
     """A collective that had nothing to do."""
 
@@ -47,9 +55,10 @@ class _Work:
     axis: str
     collective: str = "all_reduce"
     held: torch.Tensor | None = None  # kept alive while it is sent
+    message: Message | None = None
 
     def wait(self) -> None:
-        with named_failure(self.collective, self.axis):
+        with named_failure(self.collective, self.axis, self.message, waits=True):
             self.work.wait()
 
 
@@ -178,21 +187,23 @@ class AxisComm:
     def begin_send(self, tensor: torch.Tensor, to: int, tag: int) -> Pending:
         """Start sending `tensor` to the rank with index `to`; it must not change before `wait`."""
         self._enter("send", tensor)
-        with named_failure("send", self.axis):
+        message = Message(self.peers[to], tag)
+        with named_failure("send", self.axis, message):
             work = dist.isend(tensor, self.peers[to], group=self.group, tag=tag)
         # The handle keeps the tensor: nobody else may hold it until it has been sent.
-        return _Work(work, self.axis, "send", tensor)  # type: ignore[arg-type]
+        return _Work(work, self.axis, "send", tensor, message)  # type: ignore[arg-type]
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
         """Fill `tensor` with what the rank with index `source` sent under `tag`."""
-        with named_failure("receive", self.axis):
+        with named_failure("receive", self.axis, Message(self.peers[source], tag), waits=True):
             dist.recv(tensor, self.peers[source], group=self.group, tag=tag)
 
     def begin_receive(self, tensor: torch.Tensor, source: int, tag: int) -> Pending:
         """Start to receive what the rank with index `source` sends under `tag`; it stands in `tensor` after `wait`."""
+        message = Message(self.peers[source], tag)
         with named_failure("receive", self.axis):
-            work = dist.irecv(tensor, self.peers[source], group=self.group, tag=tag)
-        return _Work(work, self.axis, "receive", tensor)  # type: ignore[arg-type]
+            work = dist.irecv(tensor, message.peer, group=self.group, tag=tag)
+        return _Work(work, self.axis, "receive", tensor, message)  # type: ignore[arg-type]
 
     def barrier(self) -> None:
         """Wait until every rank of the axis is here."""
@@ -282,26 +293,38 @@ def _open(name: str, axes: Sequence[str], mesh: Mesh, rank: int, ledger: Ledger)
 
 
 @contextmanager
-def named_failure(collective: str, axis: str) -> Iterator[None]:
+def named_failure(collective: str, axis: str, message: Message | None = None, waits: bool = False) -> Iterator[None]:
     """Replace the transport's error by one that names the collective and says whether a peer is gone.
+
+    The time inside is that of communication on the axis; where a stage of a pipeline waits, it is the bubble.
+
+    Args:
+        collective, axis: what is called, on which axis.
+        message: what is sent or received.
+        waits: for its end, not its begin.
 
     Raises:
         PeerLostError: a peer's connection is closed.
         CollectiveError: the transport failed otherwise.
     """
+    kind = f"{COMMUNICATION} {axis}"
+    if waits and message is not None and axis == "pipeline":
+        kind = BUBBLE
+    peer, tag = message or (-1, -1)
     try:
-        yield
+        with Timed(kind, collective, peer, tag):
+            yield
     except RuntimeError as error:
-        message = str(error).splitlines()[0] if str(error) else type(error).__name__
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
         # A peer's death is the consequence of another failure; the supervisor looks for the first that is not one.
-        if any(mark in message.lower() for mark in _LOST):
+        if any(mark in text.lower() for mark in _LOST):
             raise PeerLostError(
                 f"{collective} on the axis {axis} waits for its peers",
-                f"one of them has gone ({message})",
+                f"one of them has gone ({text})",
                 "look for the rank that failed first; start again with --resume",
             ) from error
         raise CollectiveError(
             f"{collective} on the axis {axis} should run on all its ranks",
-            f"the transport failed: {message}",
+            f"the transport failed: {text}",
             "check that every rank makes the same calls with the same shapes and dtypes",
         ) from error

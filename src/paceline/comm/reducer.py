@@ -13,6 +13,7 @@ import torch
 
 from paceline.comm.collectives import AxisComm, Done, Pending
 from paceline.comm.shared_memory import SharedMemory, Slot, open_slot
+from paceline.comm.step_times import COMMUNICATION, Timed
 
 
 class Reducer(Protocol):
@@ -107,7 +108,8 @@ class SharedMemoryReducer:
 
     def finish(self, scale: torch.Tensor) -> None:
         """Add up all ranks' halves."""
-        self.slot.finish(self.outbox, scale)
+        with Timed(f"{COMMUNICATION} {self.slot.shared.comm.axis}", "all_reduce"):
+            self.slot.finish(self.outbox, scale)
 
     @property
     def is_scaled_first(self) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from paceline.comm.pytree import tensors_in
+from paceline.comm.step_times import BACKWARD, FORWARD, Timed
 from paceline.nouns.errors import LossError, PacelineError
 
 _SHAPES = 6  # how many are named in a note
@@ -54,7 +55,8 @@ def forward_backward(
         LossError: the loss has the wrong form.
     """
     for number, batch in enumerate(microbatches):
-        total, weight = checked_loss(_called(loss, batch, f"micro-batch {number + 1} of {len(microbatches)}"))
+        with Timed(FORWARD):
+            total, weight = checked_loss(_called(loss, batch, f"micro-batch {number + 1} of {len(microbatches)}"))
         if not total.requires_grad:
             raise LossError(
                 "the loss should depend on the model's parameters",
@@ -75,7 +77,8 @@ def forward_backward(
             total = total / weight
         if hooks.scale != 1.0:
             total = total.to(torch.promote_types(total.dtype, torch.float32)) * hooks.scale
-        total.backward()  # type: ignore[no-untyped-call]
+        with Timed(BACKWARD):
+            total.backward()  # type: ignore[no-untyped-call]
     # A rank without samples has no forward pass, but the others wait for its numbers.
     if not microbatches:
         hooks.after_forwards()

@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 import torch
 
 from paceline.comm.process_group import COORDINATOR
+from paceline.comm.step_times import COMMUNICATION, Timed
 from paceline.nouns.errors import LossError, PlanError, UsageError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
@@ -181,7 +182,8 @@ class ServerParallel(Parallel):
             self._clip_local(local.weight)
         clock_before = handle.clock
         flags = STOPPING * local.is_stopping | MEAN * self.is_mean
-        answer = handle.step(self._sent(), local.loss, local.weight, flags)
+        with Timed(f"{COMMUNICATION} server", "push and pull"):
+            answer = handle.step(self._sent(), local.loss, local.weight, flags)
         self._count_traffic()
         is_stopping = local.is_stopping
         for note in answer.notes:

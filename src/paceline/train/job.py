@@ -18,6 +18,7 @@ from paceline.checkpoint.load import check_files_together, read_own
 from paceline.checkpoint.manifest import CHECKPOINTS, find_good, folder_name, read_manifest, remove_partial
 from paceline.checkpoint.save import CheckpointWriter
 from paceline.comm import api
+from paceline.comm.step_times import CHECKPOINT, EVALUATION, Timed, timed_data
 from paceline.nouns.clock import Clock, WallClock
 from paceline.nouns.errors import CheckpointError, PacelineError, UsageError, WorkloadError
 from paceline.nouns.mesh import Mesh
@@ -49,6 +50,7 @@ from paceline.train.seed import random_state, restore_random_state, seed_everyth
 from paceline.train.servers import ServerSteps
 from paceline.train.step import train_step
 from paceline.train.step_board import StepBoard
+from paceline.train.times_file import TimesFile
 
 STEPS = {"collectives": CollectiveSteps, "servers": ServerSteps}  # by `Plan.strategy`
 
@@ -268,7 +270,7 @@ class Job:
         if self.workload.data is None:
             raise no_data()
         self.model.train()
-        for batch in self.steps.batches():
+        for batch in timed_data(self.steps.batches()):
             yield batch
             self._finish_step()
 
@@ -349,12 +351,17 @@ class Job:
         )
         self.is_stepping = False
         self.unchecked = self.step_number - self.loaded_step <= CHECKED
-        self.events.write(self.last.to_json())
+        self._write_step()
         if self.saves_late:
             self.late = stats.is_stopping
         else:
             self._save_if_due(stats.is_stopping)
         return stats.mean
+
+    def _write_step(self) -> None:
+        """Write the record of the last step, and where its time went."""
+        assert self.last is not None
+        self.events.write({**self.last.to_json(), "times": self.times_file.end_step(self.step_number)})
 
     def schedule(self, metric: Any) -> None:
         """Step the schedulers of the workload that step by a metric, such as ReduceLROnPlateau.
@@ -435,7 +442,7 @@ class Job:
         loader = self.assembly.make_loader(opened, self.steps.evaluation_part)
         score = score or self.workload.score or self._score
         prepare.check_can_score(self.parallel.placed, metrics)
-        with autocast(self.workload.precision, self.device.type):
+        with Timed(EVALUATION), autocast(self.workload.precision, self.device.type):
             batches = loader.evaluation()
             result: dict[str, Any] = evaluation.evaluate(self.parallel, batches, score, self.comm, metrics)
         self.events.write({"event": "evaluation", "step": self.step_number, **result})
@@ -937,6 +944,7 @@ class Job:
         else:
             last_checkpoint.discard_left(self)
         self.closed_step = self.step_number
+        self.times_file.close()
         self.events.write({"event": "end", "step": self.step_number, "ledger": self.ledger.rows()})
         self.events.close()
         self.pictures.close()
@@ -993,6 +1001,7 @@ class Job:
         self.board = StepBoard(self.steps.board_place)
         self.writer = CheckpointWriter(*self.steps.writer_place, self._report_save)
         self.pictures = Pictures(self.run_dir)
+        self.times_file = TimesFile(self.run_dir, self.rank)
         self.events = open_events(self.rank, self.run_dir, self.workload.sinks)
         self.events.write(
             {
@@ -1096,7 +1105,8 @@ class Job:
         self.world.barrier()
         # No rank writes before what an earlier attempt left is gone.
         self._begin_save(folder, keep)
-        failure = first_failure(self.writer.wait(), folder, self.world)
+        with Timed(CHECKPOINT):
+            failure = first_failure(self.writer.wait(), folder, self.world)
         if failure is not None and self.rank == 0:
             remove_partial(folder)  # now no rank is writing any more
         return failure
@@ -1107,6 +1117,10 @@ class Job:
             self._save_if_due(is_stopping=False)
 
     def _begin_save(self, folder: Path, keep: int) -> None:
+        with Timed(CHECKPOINT):
+            self._begin_checkpoint(folder, keep)
+
+    def _begin_checkpoint(self, folder: Path, keep: int) -> None:
         prepare.check_generation(os.environ)
         self.finish_save()
         if not self.steps.is_saving:
@@ -1152,7 +1166,8 @@ class Job:
 
     def finish_save(self) -> None:
         """Wait for the run's checkpoint that is being written; where it fails, say so."""
-        failure = self.writer.wait()
+        with Timed(CHECKPOINT):
+            failure = self.writer.wait()
         if failure is not None:
             self.saved_step = None
             self.notice(str(failure), everywhere=True)

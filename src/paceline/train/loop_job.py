@@ -30,6 +30,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.comm import api
 from paceline.comm.batch_norm import share_statistics, statistics_to_share
+from paceline.comm.step_times import BACKWARD as BACKWARD_TIME
+from paceline.comm.step_times import FORWARD, OPTIMIZER, OTHER, TIMES, Timed, timed_data
 from paceline.nouns.errors import LossError, PacelineError, UsageError
 from paceline.nouns.loop_plan import check_plan_of_loop
 from paceline.nouns.mesh import CUTTING_AXES
@@ -297,10 +299,13 @@ class LoopJob(Job):
                 )
             self._reduce(number)
             self.parallel.begin_update(optimizer, number)
+            TIMES.switch(OPTIMIZER)
 
         def after(optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
             self.parallel.end_update(number)
             self._note_update()
+            # Of several, as in a GAN, the loop goes on to the next one's loss.
+            TIMES.switch(OTHER if len(self.objects.optimizers) == 1 else FORWARD)
 
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
@@ -436,7 +441,7 @@ class LoopJob(Job):
         weight = self._samples_here() if weight is None else _checked_weight(weight)
         keeps_pace = part is not None and part.keeps_pace
         piece = Piece(BACKWARD, 0, 0 if part is None else part.check, _OTHER_BATCHES)
-        with self._located():
+        with self._located(), Timed(BACKWARD_TIME):
             self.parallel.backward(loss, weight, piece, keeps_pace, retain_graph, factor)
 
     def clip(self, max_norm: float, optimizer: torch.optim.Optimizer | None = None) -> float:
@@ -774,7 +779,7 @@ class LoopJob(Job):
             self.scalers[0].scaler.get_scale() if self.is_scaled else None,
         )
         self._tell_length()
-        self.events.write(self.last.to_json())
+        self._write_step()
         self.norm = None
         self.is_scaled = self.is_skipped = False
         self.samples = self.batches_seen = 0
@@ -788,6 +793,8 @@ class LoopJob(Job):
             self._begin_timing()
 
     def _begin_timing(self) -> None:
+        if self.cut is None:  # the loop makes its batches itself, and computes their loss
+            TIMES.switch(FORWARD)
         self.began_s = self.clock.now_s()
         self.sent_before = self.ledger.total_bytes
 
@@ -941,11 +948,12 @@ class LoopLoader:
         self.job.returned_to = None
         place = Place(self.job.data_part, self.job.mesh.data_size, self.cut.seed, self.cut.number)
         jumps = self.cut.jumps
-        for part in load_pass(self.cut.loader, place, self.cut.batch, self.cut.limit):
+        for part in timed_data(load_pass(self.cut.loader, place, self.cut.batch, self.cut.limit)):
             # Whatever the loop does with a batch, the step ends here.
             self.job.end_step()
             self.cut.note_batch()
             self.job.take(part)
+            TIMES.switch(FORWARD)
             yield moved(part.batch, self.job.device, self.job.to_float64)
             if self.cut.jumps != jumps:
                 raise UsageError(
@@ -955,6 +963,7 @@ class LoopLoader:
                 ).at(rank=self.job.rank)
         self.cut.end_pass()
         self.job.take(None)
+        TIMES.switch(OTHER)
 
     def _check_is_one_pass(self) -> None:
         if self.cut.epoch is None or self.cut.epoch == self.cut.number:

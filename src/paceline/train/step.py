@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from paceline.comm.step_times import OPTIMIZER, Timed
 from paceline.nouns.errors import LossError
 from paceline.parallel.apply import Parallel
 from paceline.parallel.norm import scale_gradients
@@ -65,14 +66,15 @@ def train_step(
         parallel.loss_scale.note(has_overflown)
         if has_overflown:
             return StepResult(stats, None, is_skipped=True)
-    if parallel.change_gradients is not None:
-        parallel.change_gradients(updated)
-    norm = parallel.norm
-    # After the sum over all ranks: the norm of a rank's own gradient is another.
-    if parallel.clip_norm is not None:
-        norm = clip(parallel, parallel.clip_norm)
-    observer.phase_begins(UPDATE)
-    parallel.update(optimizer)
+    with Timed(OPTIMIZER):
+        if parallel.change_gradients is not None:
+            parallel.change_gradients(updated)
+        norm = parallel.norm
+        # After the sum over all ranks: the norm of a rank's own gradient is another.
+        if parallel.clip_norm is not None:
+            norm = clip(parallel, parallel.clip_norm)
+        observer.phase_begins(UPDATE)
+        parallel.update(optimizer)
     observer.parameters_updated(updated, optimizer)
     return StepResult(stats, norm)
 

@@ -23,6 +23,9 @@ from torch import fx
 
 from paceline.comm.collectives import AxisComm, Pending
 from paceline.comm.pytree import signature, tensors_in
+from paceline.comm.step_times import BACKWARD as BACKWARD_TIME
+from paceline.comm.step_times import FORWARD as FORWARD_TIME
+from paceline.comm.step_times import Timed
 from paceline.nouns.plan import Plan
 from paceline.nouns.schedule import BACKWARD, FORWARD, WEIGHTS, Action, Schedule, make_schedule
 from paceline.parallel.graph_model import Function, Program, SplitModel, StageProgram
@@ -144,13 +147,15 @@ class _StageRun:
         calls in order, and one that waits would keep the sends after it from leaving.
         """
         act = {FORWARD: self._forward, BACKWARD: self._backward, WEIGHTS: self._weights}
+        work = {FORWARD: FORWARD_TIME, BACKWARD: BACKWARD_TIME, WEIGHTS: BACKWARD_TIME}
         actions = schedule.actions[self.pipeline.comm.rank]
         self.has_halves = any(action.kind == WEIGHTS for action in actions)
         ahead = 1 if self.pipeline.split.device.type == "cpu" else 0
         for number, action in enumerate(actions):
             for due in actions[number : number + 1 + ahead]:
                 self._ask(due)
-            act[action.kind](action)
+            with Timed(work[action.kind], f"micro-batch {action.micro_batch}, stage {action.stage}"):
+                act[action.kind](action)
         self.pipeline.drain()
 
     def forward(self, stage: int, micro: int) -> list[Any]:

@@ -1,0 +1,225 @@
+"""Make a trace of a run that Perfetto and chrome://tracing read: what each rank did, on one clock.
+
+The format is Chrome's JSON: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.run.supervise.progress import decoded
+from paceline.run.times import StepTime, files_of, read_steps
+
+_STEPS, _WORK, _CHECKPOINTS, _AXES = 0, 1, 2, 3  # tracks of a rank; each axis has one from _AXES on
+_SPAN_PARTS = 6
+_INSTANTS = ("resumed", "stopped", "checkpoint_failed", "end")
+_LEAST_MATCHES = 3  # moments of both hosts by which their clocks are compared
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A trace, and what is in it.
+
+    Args:
+        events: of the format.
+        steps: how many steps are in it, of all ranks together.
+        detailed: of these, how many with what was done in them.
+        ranks: whose.
+        matched: hosts whose clocks were compared by the ends of collectives; of the others the wall clock counts.
+        messages: arrows from a send to its receive.
+    """
+
+    events: list[Event]
+    steps: int
+    detailed: int
+    ranks: tuple[int, ...]
+    matched: tuple[str, ...] = ()
+    messages: int = 0
+
+
+@dataclass(slots=True)
+class _Clock:
+    """The monotonic clocks of processes as nanoseconds since 1970, by that of the first rank."""
+
+    shifts: dict[str, int] = field(default_factory=dict)  # by boot: what is added to its monotonic clock
+
+    def at(self, step: StepTime, monotonic_ns: int) -> float:
+        """Return microseconds since 1970."""
+        shift = self.shifts.get(step.process.boot)
+        if not step.process.boot or shift is None:
+            shift = step.process.wall_ns - step.process.monotonic_ns
+        return (monotonic_ns + shift) / 1000
+
+
+def make_trace(run_dir: Path, first: int | None = None, last: int | None = None) -> Trace:
+    """Return the trace of a run.
+
+    Args:
+        run_dir: of the run.
+        first, last: the steps that are wanted; None: from the first one, up to the last.
+    """
+    by_rank: dict[int, list[StepTime]] = {}
+    for rank, path in files_of(run_dir).items():
+        by_rank[rank] = [step for step in read_steps(path) if _is_wanted(step.step, first, last)]
+    clock, matched = _aligned(by_rank)
+    axes = sorted({kind for steps in by_rank.values() for step in steps for kind in step.by_kind if " " in kind})
+    tracks = {kind: _AXES + number for number, kind in enumerate([*axes, "bubble"])}
+    events: list[Event] = []
+    for rank, steps in by_rank.items():
+        events += _names(rank, steps, tracks)
+        for step in steps:
+            events += _events_of(rank, step, clock, tracks)
+    arrows = list(_arrows(by_rank, clock, tracks))
+    events += arrows
+    if by_rank and any(by_rank.values()):
+        events += _events_of_job(run_dir, first, last)
+    every = [step for steps in by_rank.values() for step in steps]
+    return Trace(
+        events=events,
+        steps=sum(step.step is not None for step in every),
+        detailed=sum(bool(step.spans) for step in every),
+        ranks=tuple(rank for rank, steps in by_rank.items() if steps),
+        matched=matched,
+        messages=len(arrows) // 2,
+    )
+
+
+def write_trace(trace: Trace, path: Path) -> None:
+    """Write a trace, an event a line."""
+    with path.open("w") as file:
+        file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+        file.write(",\n".join(json.dumps(event, separators=(",", ":")) for event in trace.events))
+        file.write("\n]}\n")
+
+
+def _is_wanted(step: int | None, first: int | None, last: int | None) -> bool:
+    if step is None:
+        return last is None
+    return (first is None or step >= first) and (last is None or step <= last)
+
+
+def _names(rank: int, steps: Sequence[StepTime], tracks: Mapping[str, int]) -> Iterator[Event]:
+    """Name the rank and its tracks, those that it uses."""
+    if not steps:
+        return
+    host = steps[-1].process.host
+    yield _meta(rank, 0, "process_name", f"rank {rank} ({host})" if host else f"rank {rank}")
+    yield {"ph": "M", "pid": rank, "tid": 0, "name": "process_sort_index", "args": {"sort_index": rank}}
+    used = {kind for step in steps for kind in step.by_kind}
+    names = {_STEPS: "steps", _WORK: "work"} | {track: kind for kind, track in tracks.items() if kind in used}
+    for track, name in names.items():
+        yield _meta(rank, track, "thread_name", name)
+        yield {"ph": "M", "pid": rank, "tid": track, "name": "thread_sort_index", "args": {"sort_index": track}}
+
+
+def _meta(rank: int, track: int, name: str, text: str) -> Event:
+    return {"ph": "M", "pid": rank, "tid": track, "name": name, "args": {"name": text}}
+
+
+def _events_of(rank: int, step: StepTime, clock: _Clock, tracks: Mapping[str, int]) -> Iterator[Event]:
+    if step.step is not None:
+        milliseconds = {kind: round(ns / 1e6, 3) for kind, ns in step.by_kind.items()}
+        yield {
+            "ph": "X", "pid": rank, "tid": _STEPS, "name": f"step {step.step}", "cat": "step",
+            "ts": clock.at(step, step.begin_ns), "dur": step.ns / 1000, "args": {"step": step.step, "ms": milliseconds},
+        }  # fmt: skip
+    for kind, name, begin_ns, end_ns, peer, tag in _spans(step):
+        arguments: dict[str, Any] = {"step": step.step}
+        if peer >= 0:
+            arguments |= {"peer": peer, "tag": tag}
+        yield {
+            "ph": "X", "pid": rank, "tid": tracks.get(kind, _WORK), "name": name or kind, "cat": kind,
+            "ts": clock.at(step, begin_ns), "dur": (end_ns - begin_ns) / 1000, "args": arguments,
+        }  # fmt: skip
+
+
+def _spans(step: StepTime) -> Iterator[tuple[str, str, int, int, int, int]]:
+    """Yield what was done in a step; what has another form is passed over."""
+    for span in step.spans:
+        if not isinstance(span, list) or len(span) != _SPAN_PARTS:
+            continue
+        kind, name, *numbers = span
+        if isinstance(kind, str) and isinstance(name, str) and all(isinstance(number, int) for number in numbers):
+            begin_ns, end_ns, peer, tag = numbers
+            yield kind, name, begin_ns, end_ns, peer, tag
+
+
+def _arrows(by_rank: Mapping[int, Sequence[StepTime]], clock: _Clock, tracks: Mapping[str, int]) -> Iterator[Event]:
+    """Yield a pair of events for each message: of one step, sender, receiver and tag in the order of both."""
+    sends: dict[tuple[int | None, int, int, int], list[Event]] = defaultdict(list)
+    receives: dict[tuple[int | None, int, int, int], list[Event]] = defaultdict(list)
+    for rank, steps in by_rank.items():
+        for step in steps:
+            for kind, name, begin_ns, end_ns, peer, tag in _spans(step):
+                place = {"pid": rank, "tid": tracks.get(kind, _WORK), "cat": "message", "name": "message"}
+                middle = {**place, "ts": clock.at(step, (begin_ns + end_ns) // 2)}
+                if peer >= 0 and name == "send" and kind != "bubble":  # of a send that is waited for, the begin counts
+                    sends[step.step, rank, peer, tag].append(middle)
+                elif peer >= 0 and name == "receive":
+                    receives[step.step, peer, rank, tag].append(middle)
+    number = 0
+    for key, begins in sends.items():
+        for begin, end in zip(begins, receives.get(key, []), strict=False):
+            number += 1
+            yield {"ph": "s", "id": number, **begin}
+            yield {"ph": "f", "bp": "e", "id": number, **end}
+
+
+def _events_of_job(run_dir: Path, first: int | None, last: int | None) -> Iterator[Event]:
+    """Yield rank 0's checkpoints, and what else happened to the job, by the wall clock of its host."""
+    yield _meta(0, _CHECKPOINTS, "thread_name", "checkpoints and events")
+    try:
+        with (run_dir / "events.jsonl").open("rb") as file:
+            for line in file:
+                for event in decoded(line):
+                    yield from _event_of_job(event, first, last)
+    except OSError:
+        return
+
+
+def _event_of_job(event: Mapping[str, Any], first: int | None, last: int | None) -> Iterator[Event]:
+    kind, at, step = event["event"], event.get("at"), event.get("step")
+    if not isinstance(at, int | float) or (step is not None and not _is_wanted(step, first, last)):
+        return
+    place = {"pid": 0, "tid": _CHECKPOINTS, "cat": "job", "args": {"step": step}}
+    if kind in ("checkpoint", "saved") and isinstance(event.get("seconds"), int | float):
+        yield {"ph": "X", "name": kind, "ts": 1e6 * (at - event["seconds"]), "dur": 1e6 * event["seconds"], **place}
+    elif kind in _INSTANTS:
+        yield {"ph": "i", "s": "t", "name": kind, "ts": 1e6 * at, **place}
+
+
+def _aligned(by_rank: Mapping[int, Sequence[StepTime]]) -> tuple[_Clock, tuple[str, ...]]:
+    """Return one clock for all ranks, and the hosts that were compared with the first one.
+
+    Ranks of a host have one monotonic clock. Of another host the ends of each step's last collective are compared: they
+    are one moment, but for the way of a message. The wall clock of a host may jump, and may be wrong by seconds.
+    """
+    clock = _Clock()
+    ends: dict[str, dict[int, int]] = {}  # by boot, then by step: the end of the last collective of its first rank
+    hosts: dict[str, str] = {}
+    for steps in by_rank.values():
+        for step in steps:
+            boot = step.process.boot
+            collective_ends = [end for kind, _, _, end, peer, _ in _spans(step) if " " in kind and peer < 0]
+            clock.shifts.setdefault(boot, step.process.wall_ns - step.process.monotonic_ns)
+            hosts.setdefault(boot, step.process.host)
+            if collective_ends and step.step is not None:
+                ends.setdefault(boot, {}).setdefault(step.step, max(collective_ends))
+    first, *others = list(clock.shifts) or [""]
+    matched = []
+    for boot in others:
+        common = ends.get(first, {}).keys() & ends.get(boot, {}).keys()
+        if not boot or not first or len(common) < _LEAST_MATCHES:
+            continue
+        differences = [ends[first][step] - ends[boot][step] for step in common]
+        clock.shifts[boot] = clock.shifts[first] + int(statistics.median(differences))
+        matched.append(hosts[boot])
+    return clock, tuple(matched)

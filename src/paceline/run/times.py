@@ -1,0 +1,258 @@
+"""Read what the ranks' steps spent their time on, from `times/RANK.jsonl` in a run directory, and compare the ranks."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.nouns.table import aligned
+from paceline.train.times_file import FOLDER, VERSION
+
+KINDS = (
+    "data", "forward", "backward", "communication", "bubble", "optimizer", "checkpoint", "evaluation", "other",
+)  # fmt: skip
+WAITING = ("communication", "bubble")  # in which a rank may wait for another
+RECENT = 50  # steps that are averaged
+_TAIL_BYTES = 2**20
+_LEAST_S = 0.001
+_LEAST_SHARE = 0.1  # of a step: a rank that takes so much longer than the others is slow
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process of a rank, and its clocks.
+
+    Args:
+        rank: of the process.
+        host, pid: where it runs, and its number there.
+        boot: equal for processes whose monotonic clocks are one; "" where nobody knows.
+        monotonic_ns, wall_ns: what both clocks showed at one moment.
+    """
+
+    rank: int
+    host: str = ""
+    pid: int = 0
+    boot: str = ""
+    monotonic_ns: int = 0
+    wall_ns: int = 0
+
+    def wall_of(self, monotonic_ns: int) -> int:
+        """Return the nanoseconds since 1970 of a moment of the monotonic clock."""
+        return self.wall_ns + monotonic_ns - self.monotonic_ns
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """One step of one rank.
+
+    Args:
+        step: its number; None: what came after the last one.
+        begin_ns: by the process's monotonic clock: the end of the step before.
+        by_kind: nanoseconds by kind of work, as `comm/step_times.py` names them.
+        spans: what was done, where it was kept: kind, name, begin, end, peer, tag.
+        process: that took it.
+    """
+
+    step: int | None
+    begin_ns: int
+    by_kind: Mapping[str, int]
+    spans: Sequence[Sequence[Any]]
+    process: Process
+
+    @property
+    def ns(self) -> int:
+        """Return the nanoseconds of the whole step."""
+        return sum(self.by_kind.values())
+
+
+@dataclass(frozen=True, slots=True)
+class RankSplit:
+    """Where the time of a rank's recent steps goes.
+
+    Args:
+        rank: whose.
+        steps: that were averaged.
+        last_step: the number of the newest.
+        seconds: of a step.
+        by_kind: seconds of a step, for each of KINDS.
+        by_axis: seconds of a step in which each axis communicates.
+    """
+
+    rank: int
+    steps: int
+    last_step: int
+    seconds: float
+    by_kind: Mapping[str, float]
+    by_axis: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def own_s(self) -> float:
+        """Return the seconds of a step in which the rank waits for no other."""
+        return self.seconds - sum(self.by_kind[kind] for kind in WAITING)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it for programs."""
+        return {
+            "rank": self.rank,
+            "steps": self.steps,
+            "last_step": self.last_step,
+            "seconds": self.seconds,
+            "by_kind": dict(self.by_kind),
+            "by_axis": dict(self.by_axis),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SlowRank:
+    """A rank for which the others wait.
+
+    Args:
+        rank: which.
+        kind: of work in which it loses most.
+        excess_s: seconds of a step by which this kind takes longer than on the others (their median).
+        own_excess_s: the same of all its own work.
+        seconds: of a step.
+    """
+
+    rank: int
+    kind: str
+    excess_s: float
+    own_excess_s: float
+    seconds: float
+
+
+def read_steps(path: Path, tail_only: bool = False) -> Iterator[StepTime]:
+    """Yield the steps in a rank's file; lines that are torn, or of another version, are passed over.
+
+    Args:
+        path: of the file.
+        tail_only: read no more than its last MiB.
+    """
+    process = Process(int(path.stem) if path.stem.isdecimal() else -1)
+    is_known = True
+    for line in _lines(path, tail_only):
+        if "version" in line:
+            is_known = line["version"] == VERSION
+            process = _process(line, process.rank)
+        elif is_known and "ns" in line:
+            step = _step(line, process)
+            if step is not None:
+                yield step
+
+
+def _lines(path: Path, tail_only: bool) -> Iterator[dict[str, Any]]:
+    try:
+        with path.open("rb") as file:
+            if tail_only:
+                file.seek(max(path.stat().st_size - _TAIL_BYTES, 0))
+            for text in file:
+                try:
+                    line = json.loads(text)
+                except ValueError:
+                    continue
+                if isinstance(line, dict):
+                    yield line
+    except OSError:
+        return
+
+
+def _process(line: Mapping[str, Any], rank: int) -> Process:
+    numbers = {}
+    for name in ("pid", "monotonic_ns", "wall_ns"):
+        value = line.get(name)
+        numbers[name] = value if isinstance(value, int) else 0
+    return Process(rank, str(line.get("host", "")), boot=str(line.get("boot", "")), **numbers)
+
+
+def _step(line: Mapping[str, Any], process: Process) -> StepTime | None:
+    step, begin_ns, by_kind = line.get("step"), line.get("begin_ns"), line.get("ns")
+    if not isinstance(step, int | None) or not isinstance(begin_ns, int) or not isinstance(by_kind, dict):
+        return None
+    if not all(isinstance(ns, int) for ns in by_kind.values()):
+        return None
+    spans = line.get("spans")
+    return StepTime(step, begin_ns, by_kind, spans if isinstance(spans, list) else [], process)
+
+
+def files_of(run_dir: Path) -> dict[int, Path]:
+    """Return the files of a run's ranks, by rank."""
+    ranks = [int(path.stem) for path in (run_dir / FOLDER).glob("*.jsonl") if path.stem.isdecimal()]
+    return {rank: run_dir / FOLDER / f"{rank}.jsonl" for rank in sorted(ranks)}
+
+
+def recent_splits(run_dir: Path, count: int = RECENT) -> list[RankSplit]:
+    """Return where the time of each rank's newest steps goes; the job's first step, which connects, is left out."""
+    splits = []
+    for rank, path in files_of(run_dir).items():
+        numbered = [step for step in read_steps(path, tail_only=True) if step.step is not None]
+        # Of one process: between two there is no step.
+        recent = [step for step in numbered if step.process == numbered[-1].process][-count:]
+        split = _split(rank, recent[1:] or recent)
+        if split is not None:
+            splits.append(split)
+    return splits
+
+
+def _split(rank: int, steps: Sequence[StepTime]) -> RankSplit | None:
+    if not steps:
+        return None
+    by_kind = dict.fromkeys(KINDS, 0.0)
+    by_axis: dict[str, float] = {}
+    for step in steps:
+        for name, ns in step.by_kind.items():
+            kind, _, axis = name.partition(" ")
+            seconds = ns / 1e9 / len(steps)
+            by_kind[kind if kind in by_kind else "other"] += seconds
+            if axis:
+                by_axis[axis] = by_axis.get(axis, 0.0) + seconds
+    return RankSplit(rank, len(steps), steps[-1].step or 0, sum(by_kind.values()), by_kind, by_axis)
+
+
+def slow_rank(splits: Sequence[RankSplit]) -> SlowRank | None:
+    """Return the rank for which the others wait; None: none takes a tenth of a step longer than the others."""
+    if len(splits) < 2:
+        return None
+    slowest = max(splits, key=lambda split: split.own_s)
+    others = [split for split in splits if split is not slowest]
+    own_excess_s = slowest.own_s - statistics.median(split.own_s for split in others)
+    if own_excess_s < max(_LEAST_S, _LEAST_SHARE * slowest.seconds):
+        return None
+    excess = {}
+    for kind in KINDS:
+        if kind not in WAITING:
+            excess[kind] = slowest.by_kind[kind] - statistics.median(split.by_kind[kind] for split in others)
+    kind = max(excess, key=lambda kind: excess[kind])
+    return SlowRank(slowest.rank, kind, excess[kind], own_excess_s, slowest.seconds)
+
+
+def table(splits: Sequence[RankSplit], most: int = 16) -> list[str]:
+    """Return milliseconds of a step by kind, a line for each rank; kinds that none of them has are left out.
+
+    Args:
+        splits: of the ranks.
+        most: ranks that are shown.
+    """
+    if not splits:
+        return []
+    kinds = [kind for kind in KINDS if any(split.by_kind[kind] > 0 for split in splits)]
+    rows: list[tuple[str, ...]] = [("ms of a step", *kinds, "all")]
+    for split in splits[:most]:
+        rows.append((f"rank {split.rank}", *(_ms(split.by_kind[kind]) for kind in kinds), _ms(split.seconds)))
+    if len(splits) > most:
+        rows.append((f"and {len(splits) - most} more", *("" for _ in kinds), ""))
+    return aligned(rows, "{:<}" + "  {:>}" * (len(kinds) + 1))
+
+
+def sentence(slow: SlowRank) -> str:
+    """Say which rank is waited for, and why."""
+    share = slow.own_excess_s / slow.seconds
+    text = f"rank {slow.rank} is waited for {_ms(slow.own_excess_s)} ms of a step ({share:.0%})"
+    return f"{text}: its {slow.kind} takes {_ms(slow.excess_s)} ms longer than on the others"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.1f}" if seconds < 10 else f"{1000 * seconds:.0f}"

@@ -1,0 +1,128 @@
+"""Write what this rank's steps spent their time on to `times/RANK.jsonl` in the run directory; docs/times.md has it.
+
+Every rank writes its own file, without asking another. A line is kept in memory for half a second at most, so that a
+step costs no call of the system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import time
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from paceline.comm.step_times import TIMES
+
+VERSION = 1
+FOLDER = "times"
+_FLUSH_NS = 500_000_000
+_FIRST_STEPS = 20  # whose spans are kept
+_EVERY = 100  # and those of every such step
+_MOST_BYTES = 2**28  # of a rank's file
+
+
+class TimesFile:
+    """The times of one rank's steps.
+
+    Args:
+        run_dir: where; None: nothing is written.
+        rank: this process's.
+    """
+
+    def __init__(self, run_dir: Path | None, rank: int) -> None:
+        self.file: FileIO | None = None
+        self.lines: list[str] = []
+        self.flushed_ns = time.perf_counter_ns()
+        self.begin_ns = self.flushed_ns
+        self.bytes = 0
+        TIMES.restart()
+        if run_dir is None:
+            TIMES.spans = None
+            return
+        TIMES.spans = []
+        with contextlib.suppress(OSError):  # a full disk: events say so, and training goes on
+            (run_dir / FOLDER).mkdir(exist_ok=True)
+            self.file = (run_dir / FOLDER / f"{rank}.jsonl").open("ab", buffering=0)
+            if self.file.tell():
+                self._write(b"\n")  # after a line that a killed process has begun
+        self._put(
+            {
+                "version": VERSION,
+                "rank": rank,
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "boot": _boot(),
+                **_clocks(),
+            }
+        )
+
+    def end_step(self, step: int) -> dict[str, float]:
+        """Return the seconds that have passed since the last step's end by kind, and write them down as this step's."""
+        taken = TIMES.take()
+        if self.file is not None:
+            spans = TIMES.spans
+            line: dict[str, Any] = {"step": step, "begin_ns": self.begin_ns, "ns": taken}
+            if spans:
+                line["spans"] = spans
+            self._put(line)
+            keeps = step < _FIRST_STEPS or (step + 1) % _EVERY == 0
+            TIMES.spans = [] if keeps else None
+        self.begin_ns = TIMES.since_ns
+        return {kind: round(ns / 1e9, 6) for kind, ns in taken.items()}
+
+    def close(self) -> None:
+        """Write what is left: also what came after the last step, which has the number null."""
+        if self.file is None:
+            return
+        self._put({"step": None, "begin_ns": self.begin_ns, "ns": TIMES.take(), "spans": TIMES.spans or []})
+        self.flush()
+        TIMES.spans = None
+        self.file.close()
+        self.file = None
+
+    def flush(self) -> None:
+        """Write the lines that are in memory."""
+        self.flushed_ns = time.perf_counter_ns()
+        content = "".join(self.lines).encode()
+        self.lines.clear()
+        if self.bytes < _MOST_BYTES:
+            self._write(content)
+
+    def _put(self, line: dict[str, Any]) -> None:
+        self.lines.append(json.dumps(line, separators=(",", ":")) + "\n")
+        if time.perf_counter_ns() - self.flushed_ns > _FLUSH_NS:
+            self.flush()
+
+    def _write(self, content: bytes) -> None:
+        if self.file is None:
+            return
+        try:
+            self.bytes += self.file.write(content)
+        except OSError:  # the disk is full: the record has gaps
+            self.bytes = self.file.tell()
+
+
+def _clocks() -> dict[str, int]:
+    """Return what both clocks show at one moment."""
+    return {"monotonic_ns": time.perf_counter_ns(), "wall_ns": time.time_ns()}
+
+
+def _boot() -> str:
+    """Return a text that processes share that have the same monotonic clock; "" where nobody knows."""
+    if sys.platform != "linux":
+        return ""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + _time_namespace()
+    return ""
+
+
+def _time_namespace() -> str:
+    """Return the name of the time namespace: a container may have a clock of its own."""
+    with contextlib.suppress(OSError):
+        return os.readlink("/proc/self/ns/time")
+    return ""
