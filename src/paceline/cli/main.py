@@ -32,6 +32,7 @@ VERBS = {
     "doctor": "look at the hosts before a job does: what would stop it or slow it down",
     "runs": "list runs, show or compare some, remove some",
     "top": "show a job live: speed, and where each rank's time goes",
+    "why": "say why a job stands still or is slow",
     "timeline": "write what each rank did, when, as a trace for Perfetto",
     "server": "start a parameter server alone, and look at those of a job",
     "export": "write a checkpoint's model as transformers reads it",

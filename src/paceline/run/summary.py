@@ -192,7 +192,7 @@ def read_details(folder: Path) -> Details:
         memory_bytes=memory,
         checkpoints=tuple(sorted(step for step in map(step_of, names) if step is not None)),
         checkpoint_bytes=size_of(folder / CHECKPOINTS),
-        failure=_failure(folder),
+        failure=result_failure(folder),
     )
 
 
@@ -275,7 +275,8 @@ def _events(path: Path) -> Iterator[dict[str, Any]]:
         return
 
 
-def _failure(folder: Path) -> str | None:
+def result_failure(folder: Path) -> str | None:
+    """Return in a line what ended a run, with rank and step; None: nothing did."""
     failure = _read(folder / "result.json").get("failure")
     if not isinstance(failure, dict):
         return None

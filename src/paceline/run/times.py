@@ -77,8 +77,9 @@ class RankSplit:
         rank: whose.
         steps: that were averaged.
         last_step: the number of the newest.
-        seconds: of a step.
+        seconds: of a step, their mean.
         by_kind: seconds of a step, for each of KINDS.
+        median_s: of the steps.
         by_axis: seconds of a step in which each axis communicates.
     """
 
@@ -87,6 +88,7 @@ class RankSplit:
     last_step: int
     seconds: float
     by_kind: Mapping[str, float]
+    median_s: float = 0.0
     by_axis: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -101,6 +103,7 @@ class RankSplit:
             "steps": self.steps,
             "last_step": self.last_step,
             "seconds": self.seconds,
+            "median_s": self.median_s,
             "by_kind": dict(self.by_kind),
             "by_axis": dict(self.by_axis),
         }
@@ -209,7 +212,8 @@ def _split(rank: int, steps: Sequence[StepTime]) -> RankSplit | None:
             by_kind[kind if kind in by_kind else "other"] += seconds
             if axis:
                 by_axis[axis] = by_axis.get(axis, 0.0) + seconds
-    return RankSplit(rank, len(steps), steps[-1].step or 0, sum(by_kind.values()), by_kind, by_axis)
+    median_s = statistics.median(step.ns for step in steps) / 1e9
+    return RankSplit(rank, len(steps), steps[-1].step or 0, sum(by_kind.values()), by_kind, median_s, by_axis)
 
 
 def slow_rank(splits: Sequence[RankSplit]) -> SlowRank | None:

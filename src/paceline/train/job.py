@@ -997,11 +997,11 @@ class Job:
         self.is_stopping = threading.Event()
         self.is_stepping = False  # stays set when a step fails
         self.process = os.getpid()
+        self.times_file = TimesFile(self.run_dir, self.rank)  # before others ask the newest job for it
         _newest_job[:] = [self]
         self.board = StepBoard(self.steps.board_place)
         self.writer = CheckpointWriter(*self.steps.writer_place, self._report_save)
         self.pictures = Pictures(self.run_dir)
-        self.times_file = TimesFile(self.run_dir, self.rank)
         self.events = open_events(self.rank, self.run_dir, self.workload.sinks)
         self.events.write(
             {
@@ -1025,6 +1025,7 @@ class Job:
         except BaseException:  # the file may catch it, and make another job
             signal.signal(signal.SIGTERM, before)
             self.events.close()
+            self.times_file.close()
             self.parallel.close()
             raise
         self.copier = copier_of(self)

@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
 from io import FileIO
 from pathlib import Path
@@ -37,10 +38,11 @@ class TimesFile:
     def __init__(self, run_dir: Path | None, rank: int) -> None:
         self.file: FileIO | None = None
         self.lines: list[str] = []
+        self.lock = threading.Lock()
         self.flushed_ns = time.perf_counter_ns()
-        self.begin_ns = self.flushed_ns
         self.bytes = 0
         TIMES.restart()
+        self.begin_ns = TIMES.since_ns
         if run_dir is None:
             TIMES.spans = None
             return
@@ -50,16 +52,9 @@ class TimesFile:
             self.file = (run_dir / FOLDER / f"{rank}.jsonl").open("ab", buffering=0)
             if self.file.tell():
                 self._write(b"\n")  # after a line that a killed process has begun
-        self._put(
-            {
-                "version": VERSION,
-                "rank": rank,
-                "host": socket.gethostname(),
-                "pid": os.getpid(),
-                "boot": _boot(),
-                **_clocks(),
-            }
-        )
+        process = {"host": socket.gethostname(), "pid": os.getpid(), "boot": _boot()}
+        self._put({"version": VERSION, "rank": rank, **process, **_clocks()})
+        self.flush()  # whoever looks for the process finds it before its first step
 
     def end_step(self, step: int) -> dict[str, float]:
         """Return the seconds that have passed since the last step's end by kind, and write them down as this step's."""
@@ -87,14 +82,17 @@ class TimesFile:
 
     def flush(self) -> None:
         """Write the lines that are in memory."""
-        self.flushed_ns = time.perf_counter_ns()
-        content = "".join(self.lines).encode()
-        self.lines.clear()
-        if self.bytes < _MOST_BYTES:
-            self._write(content)
+        with self.lock:  # the watchdog's thread asks for it where the training thread stands still
+            self.flushed_ns = time.perf_counter_ns()
+            content = "".join(self.lines).encode()
+            self.lines.clear()
+            if self.bytes < _MOST_BYTES:
+                self._write(content)
 
     def _put(self, line: dict[str, Any]) -> None:
-        self.lines.append(json.dumps(line, separators=(",", ":")) + "\n")
+        text = json.dumps(line, separators=(",", ":")) + "\n"
+        with self.lock:
+            self.lines.append(text)
         if time.perf_counter_ns() - self.flushed_ns > _FLUSH_NS:
             self.flush()
 

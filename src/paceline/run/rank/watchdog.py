@@ -3,7 +3,7 @@
 Progress is a finished step or the begin of a collective. After a quarter of the notice time without progress (of the
 default's, if that is shorter), the thread writes `stalls/RANK.json` in the run directory, and again from time to time;
 with the next progress it removes the file. The supervisor reads these files: see `run/supervise/stalls.py`. Nothing is
-ended here.
+ended here. The thread also answers `paceline why`: see `run/asked.py`.
 
 Stacks come from `faulthandler`, which prints them without holding a frame: a frame that is held keeps its tensors
 alive, and a graph that is being captured notices that.
@@ -14,8 +14,10 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import linecache
 import os
 import re
+import socket
 import tempfile
 import threading
 import time
@@ -23,14 +25,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
+
 import paceline
 from paceline.comm import api
+from paceline.run.asked import FOLDER as ASKED
+from paceline.run.asked import POLL_S as ASKED_S
+from paceline.run.asked import question_in
 from paceline.run.supervise.stalls import DEFAULT_S, FOLDER, notice_time
 from paceline.train import job as jobs
 
 _FIRST = 0.25  # of `pace_s`: the first report of a rank
 _POLLS = 24  # looks in `pace_s`: six before the first report
-_MOST_POLL_S = 5.0  # seconds between two looks at most
+_SEEN_S = 0.2
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 _PACELINE = str(Path(paceline.__file__).parent) + os.sep
@@ -61,8 +68,10 @@ class Watchdog:
     """
 
     def __init__(self, run_dir: Path, rank: int, notice_s: float) -> None:
+        self.run_dir = run_dir
         self.folder = run_dir / FOLDER
         self.rank = rank
+        self.question = ""  # that was answered last
         self.pace_s = min(notice_s or DEFAULT_S, DEFAULT_S)
         self.path = self.folder / f"{rank}.json"
         self.over = threading.Event()
@@ -87,7 +96,8 @@ class Watchdog:
         before = progress()
         next_s = _FIRST * self.pace_s
         is_written = False
-        while not self.over.wait(min(self.pace_s / _POLLS, _MOST_POLL_S)):
+        while not self.over.wait(min(self.pace_s / _POLLS, ASKED_S)):
+            self._answer(before, since_s, cpu_s)
             now = progress()
             stalled_s = time.monotonic() - since_s
             if now != before:
@@ -102,14 +112,42 @@ class Watchdog:
                 next_s += max(_FIRST * self.pace_s, stalled_s / 2)  # ever rarer: files are written for as long
                 is_written = self._write(stalled_s, time.process_time() - cpu_s)
 
+    def _answer(self, before: tuple[int, int], since_s: float, cpu_s: float) -> None:
+        """Answer the question that stands in the run directory, once.
+
+        Args:
+            before: the progress at the last look.
+            since_s, cpu_s: when it was seen first, and the seconds of the processor that were used up to then.
+        """
+        question = question_in(self.run_dir)
+        if not question or question == self.question:
+            return
+        self.question = question
+        if progress() != before:
+            since_s, cpu_s = time.monotonic(), time.process_time()
+        self.over.wait(_SEEN_S)  # over which a rank is seen to go on, and to compute
+        job = jobs.newest()
+        if job is not None:
+            job.times_file.flush()
+        stalled_s = time.monotonic() - since_s
+        answer = self._report(stalled_s, time.process_time() - cpu_s)
+        answer |= {"question": question, **_of_process()}
+        self._put(answer, self.run_dir / ASKED)
+
+    def _report(self, stalled_s: float, cpu_s: float) -> dict[str, Any]:
+        return {"rank": self.rank, "at": time.time_ns() / 1e9, "stalled_s": stalled_s, "cpu_s": cpu_s, **standing()}
+
     def _write(self, stalled_s: float, cpu_s: float) -> bool:
-        report = {"rank": self.rank, "at": time.time_ns() / 1e9, "stalled_s": stalled_s, "cpu_s": cpu_s, **standing()}
-        draft = self.folder / f".{self.rank}.draft"  # renamed: the supervisor never reads half a report
         with contextlib.suppress(OSError):
             self.folder.mkdir(exist_ok=True)
-            draft.write_text(json.dumps(report, indent=1))
-            draft.replace(self.path)
+        self._put(self._report(stalled_s, cpu_s), self.folder)
         return True
+
+    def _put(self, report: dict[str, Any], folder: Path) -> None:
+        draft = folder / f".{self.rank}.draft"  # renamed: nobody ever reads half a report
+        with contextlib.suppress(OSError):
+            draft.write_text(json.dumps(report, indent=1))
+            draft.replace(folder / f"{self.rank}.json")
 
 
 def begin_watching(environment: Mapping[str, str], run_dir: Path) -> Watchdog:
@@ -133,6 +171,17 @@ def progress() -> tuple[int, int]:
     return 0, -1
 
 
+def _of_process() -> dict[str, Any]:
+    """Return what is known of this process beside its stacks: where it runs, on how many cores, its children."""
+    process = psutil.Process()
+    children = []
+    for child in process.children():
+        with contextlib.suppress(psutil.Error):
+            children.append({"pid": child.pid, "state": child.status(), "cpu_s": sum(child.cpu_times()[:2])})
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"pid": process.pid, "host": socket.gethostname(), "cores": cores, "children": children}
+
+
 def _calls(ledger: Any) -> int:
     try:
         return int(ledger.calls.total())
@@ -146,10 +195,11 @@ def standing() -> dict[str, Any]:
     frames = threads.get(threading.main_thread().ident or 0, [])
     job = jobs.newest()
     # The innermost line of the user's own code is what people can act on.
-    line = function = None
+    line = function = source = None
     for file, number, name in frames:
         if _is_user_code(file):
             line = f"{file}:{number}"
+            source = linecache.getline(file, number).strip()[:200]
             function = name
             break
     functions = {(name, file) for file, _, name in frames}
@@ -160,6 +210,7 @@ def standing() -> dict[str, Any]:
         "is_in_step": ("step", _JOB) in functions,
         "is_closing": ("close", _JOB) in functions,
         "line": line,
+        "source": source,
         "function": function,
         "stack": frames,
         "threads": {hex(identifier): stack for identifier, stack in threads.items()},

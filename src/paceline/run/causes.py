@@ -1,0 +1,266 @@
+"""Say why a job stands still or is slow, by what `run/job_facts.py` has collected.
+
+Nothing is read here, so that each rule can be tried alone.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from paceline.run.job_facts import ANSWER_S, BUSY, Facts, RankFacts
+from paceline.run.times import RankSplit, sentence, slow_rank
+
+_STILL_S = 3.0  # without progress: a rank that has had none for so long stands still
+_LONG_STEPS = 3  # and for longer than so many steps take
+_FEW_STEPS = 5  # fewer say little of a step's usual time
+_FULL_BYTES = 2**20  # free on a disk that counts as full
+_MANY = 0.4  # of a step
+_MOST_SHOWN = 8  # ranks
+_CORES_RATIO = 1.3  # both passes take so much longer on a rank with fewer cores
+_LOADER = "torch/utils/data/"
+_LOCK_FILES = ("threading.py",)
+_LOCK = re.compile(r"\bacquire\b|\bwith \S*lock|\.join\(|\.wait\(|\.get\(\)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """One thing that is wrong.
+
+    Args:
+        name: in a word or two, for programs.
+        ranks: of whom it is true; none: of the job.
+        text: a sentence.
+        fix: what to do.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    text: str
+    fix: str
+
+
+def causes(facts: Facts) -> list[Cause]:
+    """Return what is wrong, the cause of the others first; empty where nothing is found."""
+    if facts.failure is not None:
+        return [Cause("failed", (), f"the job has ended: {facts.failure}", "mend that, and go on with --resume")]
+    found = [*_of_processes(facts)]
+    a_step_s = max((split.median_s for split in facts.splits), default=0.0)
+    if facts.stands_s >= max(_STILL_S, _LONG_STEPS * a_step_s) and not found:
+        found += _of_waits(facts)
+    found += _of_disk(facts)
+    if not any(cause.name in _STANDING for cause in found):
+        found += _of_speed(facts)
+    for jump_s, step in facts.clock_jumps:
+        text = f"the clock of rank 0's host jumped by {jump_s:+.0f} s at step {step}; times of steps don't depend on it"
+        found.append(Cause("clock jump", (0,), text, "let its time daemon adjust the clock in small steps"))
+    return found
+
+
+_STANDING = frozenset(
+    {
+        "gone", "stopped", "traced", "disk wait", "native code", "no answer", "left", "different calls", "data loader",
+        "lock", "computing", "idle", "same call", "checkpoint", "servers",
+    }
+)  # fmt: skip
+
+
+def _of_processes(facts: Facts) -> Iterator[Cause]:
+    """Yield what is wrong with processes that do not answer."""
+    for state, name, text, fix in _STATES:
+        ranks = tuple(rank.rank for rank in facts.ranks if rank.answer is None and rank.state in state)
+        if ranks:
+            yield Cause(name, ranks, f"{_named(ranks)}: {text}", fix)
+    silent = [rank for rank in facts.ranks if rank.answer is None and not _is_judged(rank)]
+    native = tuple(rank.rank for rank in silent if rank.is_here and rank.state)
+    if native:
+        uses = "computes" if any(rank.cpu > BUSY for rank in silent if rank.rank in native) else "waits"
+        text = f"{_named(native)} {uses} in native code that lets no other thread of Python run (it holds the GIL)"
+        yield Cause("native code", native, text, "look with `py-spy dump --native --pid`; release the GIL in that code")
+    rest = tuple(rank.rank for rank in silent if rank.rank not in native)
+    if rest:
+        hosts = sorted({rank.host for rank in silent if rank.host and rank.rank in rest})
+        where = f" (on {', '.join(hosts[:_MOST_SHOWN])})" if hosts else ""
+        text = f"{_named(rest)}{where} did not answer within {ANSWER_S:.0f} s"
+        yield Cause("no answer", rest, text, "look whether that host is up, and sees this run directory")
+
+
+_STATES = (
+    (("gone", "zombie", "dead"), "gone", "its process has gone", "look for what ended it; start again with --resume"),
+    (("stopped",), "stopped", "its process is stopped (SIGSTOP)", "let it go on: kill -CONT PID"),
+    (("tracing-stop",), "traced", "a debugger has stopped its process", "go on, or leave, in the debugger"),
+    (
+        ("disk-sleep",), "disk wait", "its process waits for a disk or a network file system",
+        "look at the file system that it reads or writes: dmesg, df, the server's state",
+    ),
+)  # fmt: skip
+
+
+def _is_judged(rank: RankFacts) -> bool:
+    return any(rank.state in states for states, *_ in _STATES)
+
+
+def _of_waits(facts: Facts) -> Iterator[Cause]:
+    """Yield why ranks that answer stand still."""
+    answered = [rank for rank in facts.ranks if rank.answer is not None]
+    waiting = [rank for rank in answered if rank.waits_in]
+    others = [rank for rank in answered if not rank.waits_in]
+    left = [rank for rank in answered if rank.answer and rank.answer.get("is_closing")]
+    if left and len(left) < len(answered):
+        ranks = tuple(rank.rank for rank in left)
+        text = f"{_named(ranks)} left the loop after step {left[0].answer['steps_done']}, while the others go on"  # type: ignore[index]
+        yield Cause("left", ranks, text, "let every rank take equally many steps: leave the loop on all, or on none")
+        return
+    if others:
+        yield from _of_those_that_do_not_wait(others, waiting)
+        return
+    calls = Counter((rank.waits_in, rank.line) for rank in waiting)
+    if len(calls) > 1:
+        yield _different_calls(waiting, calls)
+        return
+    if waiting:
+        call, line = next(iter(calls))
+        if call is not None and "servers" in call:
+            text = f"all workers wait for an answer of the parameter servers, at {line}"
+            yield Cause("servers", (), text, "see `paceline server status JOB`")
+        elif call is not None and "checkpoint" in call:
+            text = f"{_named(tuple(rank.rank for rank in waiting))} waits until a checkpoint is written"
+            yield Cause("checkpoint", (), text, "look at the disk's speed; write checkpoints less often")
+        elif len(waiting) == len(facts.ranks):
+            text = f"all ranks wait in {call}, at {line}: its shapes or dtypes differ, or the network lets nothing pass"
+            yield Cause("same call", (), text, "print the shapes before it; `paceline doctor` tries the network")
+
+
+def _different_calls(waiting: Sequence[RankFacts], calls: Counter[tuple[str | None, str]]) -> Cause:
+    """Return that ranks wait in different calls; the rank that is alone at its call is named first."""
+    (rare_call, rare_line), _ = min(calls.items(), key=lambda item: (item[1], item[0][1]))
+    ranks = tuple(rank.rank for rank in waiting if (rank.waits_in, rank.line) == (rare_call, rare_line))
+    parts = []
+    for (call, line), _ in sorted(calls.items(), key=lambda item: item[1]):
+        here = tuple(rank.rank for rank in waiting if (rank.waits_in, rank.line) == (call, line))
+        parts.append(f"{_named(here)} in {call} at {line}")
+    text = "ranks wait for each other in different calls: " + "; ".join(parts)
+    return Cause("different calls", ranks, text, "make the same calls in the same order on every rank")
+
+
+def _of_those_that_do_not_wait(others: Sequence[RankFacts], waiting: Sequence[RankFacts]) -> Iterator[Cause]:
+    for rank in others[:_MOST_SHOWN]:
+        name, does, fix = _activity(rank)
+        step = "" if rank.answer is None or rank.answer["step"] is None else f" in step {rank.answer['step']}"
+        text = f"rank {rank.rank}{step} {does}"
+        if waiting:
+            them = _named(tuple(each.rank for each in waiting))
+            text += f"; {them} wait{'s' * (len(waiting) == 1)} for it in {waiting[0].waits_in}"
+        yield Cause(name, (rank.rank,), text, fix)
+
+
+def _activity(rank: RankFacts) -> tuple[str, str, str]:
+    """Return the name of what a rank does that waits for no other, in words, and what to do."""
+    files = [str(frame[0]) for frame in rank.stack[:6]]
+    functions = [str(frame[2]) for frame in rank.stack[:6]]
+    if any(_LOADER in file for file in files) and not rank.computes:
+        return (
+            "data loader", f"waits for its data loader{_children(rank)}, at {rank.line}",
+            "look at the data set's __getitem__ and at the disk; raise num_workers",
+        )  # fmt: skip
+    innermost = f"{files[0]} {functions[0]}" if files else ""
+    source = str(rank.answer.get("source") or "") if rank.answer is not None else ""
+    here = f"{rank.line}{f': {source}' if source else ''}"
+    is_lock = bool(files) and files[0].endswith(_LOCK_FILES)
+    if not rank.computes and (is_lock or _LOCK.search(innermost) or _LOCK.search(source)):
+        return "lock", f"waits for a lock or an event at {here}", "look at who holds it: the other threads' stacks"
+    if rank.computes:
+        return "computing", f"computes at {here}", "shorten that, or do it on every rank at the same step"
+    return "idle", f"sleeps, reads or writes at {here}", "look at that line: a file, a socket, a sleep"
+
+
+def _children(rank: RankFacts) -> str:
+    """Say what the processes of a data loader do."""
+    children = rank.answer.get("children", []) if rank.answer is not None else []
+    states = Counter(str(child.get("state")) for child in children if isinstance(child, dict))
+    if not states:
+        return ""
+    words = [f"{count} of its processes {state}" for state, count in states.items()]
+    return f" ({', '.join(words)})"
+
+
+def _of_disk(facts: Facts) -> Iterator[Cause]:
+    if facts.free_bytes < _FULL_BYTES:
+        text = f"the disk of {facts.run.folder} is full: checkpoints and events can't be written"
+        yield Cause("full disk", (), text, "free space there; training goes on, and the next checkpoint is written")
+    elif facts.checkpoint_fault is not None:
+        text = f"the newest checkpoint could not be written: {facts.checkpoint_fault}"
+        yield Cause("checkpoint failed", (), text, "mend that: the job would go on from an older one")
+
+
+def _of_speed(facts: Facts) -> Iterator[Cause]:
+    """Yield why steps take long."""
+    splits = [split for split in facts.splits if split.steps >= _FEW_STEPS]
+    if not splits:
+        return
+    slow = None if facts.servers else slow_rank(splits)
+    if slow is not None:
+        others = [split for split in splits if split.rank != slow.rank]
+        this = next(split for split in splits if split.rank == slow.rank)
+        name, fix, more = _why_slow(facts, this, others, slow.kind)
+        yield Cause(name, (slow.rank,), f"{sentence(slow)}{more}", fix)
+        return
+    mean = {}
+    for kind in ("data", "checkpoint", "communication", "bubble", "evaluation", "other"):
+        mean[kind] = statistics.fmean(split.by_kind[kind] / split.seconds for split in splits if split.seconds)
+    for kind, text, fix in _SHARES:
+        if mean[kind] >= _MANY:
+            yield Cause(f"much {kind}", (), f"{mean[kind]:.0%} of each step is {text}", fix)
+
+
+_SHARES = (
+    ("data", "waiting for data, on every rank", "raise num_workers of the loader, or prepare the data beforehand"),
+    ("checkpoint", "waiting for checkpoints", "raise --checkpoint-every, or write to a faster disk"),
+    (
+        "communication", "communication that does not overlap",
+        "raise the batch size, accumulate, or compress (`paceline plan FILE` compares plans)",
+    ),
+    ("bubble", "waiting of pipeline stages for each other", "raise micro_batches, or take schedule=zero-bubble"),
+    ("evaluation", "evaluation", "evaluate less often"),
+    ("other", "the loop's own code", "look for what it prints, logs or copies in every step"),
+)  # fmt: skip
+
+
+def _why_slow(facts: Facts, this: RankSplit, others: Sequence[RankSplit], kind: str) -> tuple[str, str, str]:
+    """Return the name of the cause, what to do, and more words, for a rank that is waited for."""
+    if kind == "data":
+        return "slow data", "look at that rank's disk and at its part of the data; raise num_workers", ""
+    if kind == "checkpoint":
+        return "slow checkpoint", "look at that host's disk", ""
+    if kind in ("forward", "backward", "optimizer"):
+        cores = {rank.rank: int(rank.answer.get("cores") or 0) for rank in facts.ranks if rank.answer is not None}
+        mine = cores.get(this.rank)
+        theirs = [cores[split.rank] for split in others if cores.get(split.rank)]
+        ratio = _ratio(this, others)
+        if mine and theirs and mine < statistics.median(theirs):
+            more = f"; it may use {mine} core{'s' * (mine > 1)}, the others {max(theirs)}"
+            return "fewer cores", "give it as many cores: taskset, cgroup, --cpus-per-task", more
+        if ratio >= _CORES_RATIO:
+            more = f"; forward and backward take {ratio:.1f} times as long there"
+            return "slow compute", "look for other programs on its cores, its clock speed, or a longer batch", more
+        return "uneven work", "even out the batch: pad or sort by length; or the stages' layers", ""
+    return "slow loop", "let every rank do the same work in its loop, or none of them", ""
+
+
+def _ratio(this: RankSplit, others: Sequence[RankSplit]) -> float:
+    """Return by how much longer both passes take on a rank: the smaller of the two ratios."""
+    ratios = []
+    for kind in ("forward", "backward"):
+        usual = statistics.median(split.by_kind[kind] for split in others)
+        ratios.append(this.by_kind[kind] / usual if usual > 0 else 1.0)
+    return min(ratios)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = f" and {len(ranks) - _MOST_SHOWN} more" if len(ranks) > _MOST_SHOWN else ""
+    return f"ranks {', '.join(map(str, ranks[:_MOST_SHOWN]))}{more}"

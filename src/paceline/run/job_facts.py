@@ -1,0 +1,216 @@
+"""Collect what is known of a job that may stand still, or be slow: from its run directory, its ranks and this host.
+
+`run/causes.py` judges it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from paceline.nouns.reading import fault_of
+from paceline.run.asked import ask
+from paceline.run.summary import RUNNING, SILENT, Run, read_run, result_failure
+from paceline.run.supervise.progress import decoded
+from paceline.run.times import RankSplit, files_of, read_steps, recent_splits
+
+ANSWER_S = 4.0  # a rank looks for a question twice a second; its thread may wait for a busy core
+_CPU_S = 0.3  # over which the use of a core is measured
+BUSY = 0.3  # cores: who uses more computes
+_JUMP_S = 5.0  # by which two events are further apart than the step between them took, or closer
+_TAIL_BYTES = 2**18
+_FORM = {"step": (int, None), "steps_done": int, "stalled_s": float, "cpu_s": float, "stack": list, "cores?": int}
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """What is known of one rank.
+
+    Args:
+        rank: which.
+        answer: what it says of itself; None: it did not answer.
+        pid, host: of its process; 0 and "" where it never wrote them.
+        is_here: the process can be looked at: it runs, or ran, on this host.
+        state: of the process, as psutil names it, such as "running" or "stopped"; "gone" where there is none.
+        cpu: cores that it uses, where it did not answer.
+    """
+
+    rank: int
+    answer: Mapping[str, Any] | None = None
+    pid: int = 0
+    host: str = ""
+    is_here: bool = False
+    state: str = ""
+    cpu: float = 0.0
+
+    @property
+    def waits_in(self) -> str | None:
+        """Return the collective in which it waits."""
+        return None if self.answer is None else self.answer.get("waits_in")
+
+    @property
+    def line(self) -> str:
+        """Return the innermost line of the user's code, or of any code."""
+        if self.answer is None:
+            return "an unknown line"
+        if self.answer.get("line"):
+            return str(self.answer["line"])
+        stack = self.answer["stack"]
+        return f"{stack[0][0]}:{stack[0][1]} ({stack[0][2]})" if stack else "an unknown line"
+
+    @property
+    def computes(self) -> bool:
+        """Return whether it uses a core."""
+        return self.answer is not None and self.answer["cpu_s"] > BUSY * max(self.answer["stalled_s"], 0.1)
+
+    @property
+    def stack(self) -> Sequence[Sequence[Any]]:
+        """Return the main thread's frames, innermost first."""
+        return [] if self.answer is None else self.answer["stack"]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of a job.
+
+    Args:
+        run: its summary.
+        ranks: those that it has.
+        splits: where the time of recent steps goes.
+        stands_s: seconds since the last step, or another sign of progress; 0 where steps come.
+        failure: what ended it, as people read it.
+        free_bytes: on the disk of the run directory.
+        checkpoint_fault: why the newest checkpoint could not be written.
+        clock_jumps: seconds by which the wall clock of rank 0's host jumped, and the step.
+        servers: the plan has parameter servers, so workers need not wait for each other.
+    """
+
+    run: Run
+    ranks: Sequence[RankFacts]
+    splits: Sequence[RankSplit] = ()
+    stands_s: float = 0.0
+    failure: str | None = None
+    free_bytes: int = 2**40
+    checkpoint_fault: str | None = None
+    clock_jumps: Sequence[tuple[float, int]] = field(default=())
+    servers: bool = False
+
+
+def collect(folder: Path) -> Facts:
+    """Return what the run directory, the ranks and this host say."""
+    run = read_run(folder)
+    is_open = run.status in (RUNNING, SILENT)
+    answers: dict[int, dict[str, Any]] = {}
+    if is_open and run.ranks:
+        # Where the folder can't be written, for one on a full disk, the ranks can't be asked.
+        with contextlib.suppress(OSError):
+            answers = {rank: answer for rank, answer in ask(folder, run.ranks, ANSWER_S).items() if _is_whole(answer)}
+    ranks = [_rank_facts(folder, rank, answers.get(rank)) for rank in range(run.ranks)] if is_open else []
+    events = _newest_events(folder)
+    return Facts(
+        run=run,
+        ranks=ranks,
+        splits=[split for split in recent_splits(folder) if split.rank < run.ranks or not run.ranks],
+        stands_s=_standing_s(ranks, folder) if is_open else 0.0,
+        failure=None if is_open else result_failure(folder),
+        free_bytes=_free_bytes(folder),
+        checkpoint_fault=_checkpoint_fault(events),
+        clock_jumps=tuple(_clock_jumps(events)),
+        servers="server=" in run.plan,
+    )
+
+
+def _is_whole(answer: Mapping[str, Any]) -> bool:
+    return fault_of(dict(answer), _FORM) is None
+
+
+def _rank_facts(folder: Path, rank: int, answer: Mapping[str, Any] | None) -> RankFacts:
+    if answer is not None:
+        return RankFacts(rank, answer, int(answer.get("pid", 0)), str(answer.get("host", "")))
+    pid, host = _newest_process(folder, rank)
+    is_here = bool(pid) and host == socket.gethostname()
+    if not is_here:
+        return RankFacts(rank, None, pid, host)
+    try:
+        process = psutil.Process(pid)
+        state = process.status()
+        before = sum(process.cpu_times()[:2])
+        time.sleep(_CPU_S)
+        cpu = (sum(process.cpu_times()[:2]) - before) / _CPU_S
+    except psutil.NoSuchProcess:
+        return RankFacts(rank, None, pid, host, True, "gone")
+    except psutil.Error:  # another user's
+        return RankFacts(rank, None, pid, host, True)
+    return RankFacts(rank, None, pid, host, True, state, cpu)
+
+
+def _newest_process(folder: Path, rank: int) -> tuple[int, str]:
+    path = files_of(folder).get(rank)
+    if path is None:
+        return 0, ""
+    newest = (0, "")
+    for step in read_steps(path):
+        newest = (step.process.pid, step.process.host)
+    return newest
+
+
+def _standing_s(ranks: Sequence[RankFacts], folder: Path) -> float:
+    """Return for how long nobody has made progress: of those that answer the one that has waited least."""
+    answered = [float(rank.answer["stalled_s"]) for rank in ranks if rank.answer is not None]
+    if answered:
+        return min(answered) if len(answered) == len(ranks) else max(answered)
+    try:
+        return max(0.0, time.time_ns() / 1e9 - (folder / "events.jsonl").stat().st_mtime)
+    except OSError:
+        return 0.0
+
+
+def _free_bytes(folder: Path) -> int:
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return 2**40
+    return found.f_bavail * found.f_frsize
+
+
+def _newest_events(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "events.jsonl"
+    try:
+        with path.open("rb") as file:
+            file.seek(max(path.stat().st_size - _TAIL_BYTES, 0))
+            return list(decoded(file.read()))
+    except OSError:
+        return []
+
+
+def _checkpoint_fault(events: Sequence[Mapping[str, Any]]) -> str | None:
+    for event in reversed(events):
+        if event["event"] in ("checkpoint", "start"):
+            return None
+        if event["event"] == "checkpoint_failed":
+            return str(event.get("found"))
+    return None
+
+
+def _clock_jumps(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, int]]:
+    """Yield where the wall clock went back, or forth by more than the step took, and the step."""
+    before: Mapping[str, Any] | None = None
+    for event in events:
+        if event["event"] != "step":
+            before = before if event["event"] not in ("start", "resumed") else None
+            continue
+        times = event.get("times")
+        passed_s = sum(times.values()) if isinstance(times, dict) else None
+        if before is not None and passed_s is not None and event["step"] == before["step"] + 1:
+            jump_s = event["at"] - before["at"] - passed_s
+            if abs(jump_s) > _JUMP_S:
+                yield jump_s, event["step"]
+        before = event
