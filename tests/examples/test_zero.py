@@ -187,9 +187,9 @@ def test_no_program_knows_what_is_wanted(example, executors):
     found = (
         "import gc, sys\ndef f(a):\n    seen, frame = [str(each) for each in gc.get_objects()], sys._getframe()\n"
         "    while frame is not None:\n        seen.append(str(frame.f_locals))\n        frame = frame.f_back\n"
-        "    return any(''.join(map(chr, (51, 49, 51, 51, 55))) in each for each in seen)"
+        "    return any(''.join(map(chr, (51, 49, 51, 51, 55))) * 5 in each for each in seen)"  # an address has less
     )
-    (answer,) = executors["unchecked"].run([example.executor.Run(found, ("3",), ("31337",))])
+    (answer,) = executors["unchecked"].run([example.executor.Run(found, ("3",), ("31337" * 5,))])
     assert answer.outputs == ("False",), answer
     assert not answer.is_right
 

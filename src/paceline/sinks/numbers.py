@@ -18,6 +18,8 @@ def numbers_of(event: Mapping[str, Any]) -> dict[str, float]:
         found = {f"train/{name}": event[name] for name in STEP_FIELDS}
         if event["seconds"] and event["samples"]:
             found["train/samples_per_s"] = event["samples"] / event["seconds"]
+        for kind, seconds in event.get("times", {}).items():
+            found[f"train/times/{kind.replace(' ', '/')}"] = seconds
     elif kind == "evaluation":
         found = {f"evaluation/{name}": event[name] for name in event.keys() - {"event", "step", "at"}}
     elif kind == "logged":
