@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -56,7 +57,7 @@ def test_the_kinds_add_up_to_the_time_that_passes(axis, tmp_path):
     for path in files_of(run_dir).values():
         steps = [step for step in read_steps(path) if step.step is not None]
         assert [step.step for step in steps] == list(range(1, 21))
-        for before, after in zip(steps, steps[1:], strict=False):
+        for before, after in itertools.pairwise(steps):
             assert after.begin_ns == before.begin_ns + before.ns  # without a gap, and without an overlap
         total: dict[str, int] = {}
         for step in steps[1:]:

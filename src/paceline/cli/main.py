@@ -31,6 +31,7 @@ VERBS = {
     "verify": "prove that a plan trains as one process does",
     "doctor": "look at the hosts before a job does: what would stop it or slow it down",
     "runs": "list runs, show or compare some, remove some",
+    "logs": "print what the ranks of a job have printed",
     "top": "show a job live: speed, and where each rank's time goes",
     "why": "say why a job stands still or is slow",
     "timeline": "write what each rank did, when, as a trace for Perfetto",

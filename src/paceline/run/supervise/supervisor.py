@@ -16,6 +16,7 @@ from paceline.launch.rank_assignment import HostRanks, Rendezvous, with_servers
 from paceline.nouns.clock import Clock, WallClock
 from paceline.nouns.errors import UsageError
 from paceline.run.failures import first_cause, left_early, read_failures, signal_name, silent_death
+from paceline.run.output import OutputLog
 from paceline.run.private import PrivateFolder, make_private
 from paceline.run.supervise.agent import OUTLIVED_S
 from paceline.run.supervise.host_backend import HostBackend, Listening, LocalBackend
@@ -129,6 +130,7 @@ class Supervisor:
     listening: Listening = field(default_factory=Listening)
     all_ended_s: float | None = None
     progress: Progress = field(init=False)
+    output: OutputLog = field(init=False)
     news: ServerNews | None = None  # of parameter servers
     stalls: Stalls = field(init=False)
     looked_s: float = float("-inf")  # for stalls
@@ -137,6 +139,7 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self.progress = Progress(self.request.run_dir)
+        self.output = OutputLog(self.request.run_dir)
         if self.request.servers:
             self.news = ServerNews(self.request.run_dir, self.screen.say, self._end_silent)
         self.replaced = Replaced(self.request.ranks, self.request.servers)
@@ -173,6 +176,7 @@ class Supervisor:
                 private.remove()
             self.listening.close()
             self.stalls.clear()
+            self.output.close()
         progress.read()  # what ranks wrote after the last turn; the ending depends on a "stopped" event there
         if progress.last is not None:
             self.screen.show_progress(progress.line(), float("inf"))  # at once, however new the last line is
@@ -269,6 +273,7 @@ class Supervisor:
     def on_output(self, rank: int, text: str) -> None:
         """Show a line that a rank has written."""
         source = rank if self._is_worker(rank) else self.replaced.name(rank)
+        self.output.add(source, text)
         self.screen.show_output(source, text)
 
     def on_lost(self, backend: HostBackend) -> None:

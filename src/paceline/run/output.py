@@ -1,0 +1,90 @@
+"""Keep what the ranks of a job print, in `output.log` of the run directory, and read it.
+
+A line of the file is the time it came, who wrote it and its text. Supervisors of several hosts append to one file.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+from typing import NamedTuple
+
+FILE = "output.log"  # in the run directory
+_MOST_BYTES = 2**28  # of the file; what ranks print after that is shown, and not kept
+_CUT = "paceline: the file is full; what the ranks print from here on is not kept"
+
+
+class Line(NamedTuple):
+    """One line that a rank has printed.
+
+    Attributes:
+        at: when it came to the supervisor, seconds since 1970.
+        source: the rank's number, or the name of a server.
+        text: without its end.
+    """
+
+    at: float
+    source: str
+    text: str
+
+
+class OutputLog:
+    """The file of one job, which this process appends to.
+
+    Args:
+        run_dir: of the job.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / FILE
+        self.file: FileIO | None = None
+        self.is_over = False  # it is full, or can't be written
+
+    def add(self, source: int | str, text: str) -> None:
+        """Append a line. Where that can't be, nothing more is kept, and the job goes on."""
+        if self.is_over:
+            return
+        try:
+            if self.file is None:
+                self.file = self.path.open("ab", buffering=0)  # with the first line: a job may end before it begins
+            if os.fstat(self.file.fileno()).st_size > _MOST_BYTES:
+                text = _CUT
+                self.is_over = True
+            self.file.write(_encoded(source, text))
+        except OSError:
+            self.is_over = True
+
+    def close(self) -> None:
+        """Close the file."""
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+
+
+def _encoded(source: int | str, text: str) -> bytes:
+    return f"{time.time_ns() / 1e9:.3f} {source}\t{text}\n".encode("utf-8", "backslashreplace")
+
+
+def parse_line(content: bytes) -> Line | None:
+    """Return a line of the file; None for one that is torn."""
+    head, tab, text = content.decode("utf-8", "replace").rstrip("\n").partition("\t")
+    at, _, source = head.partition(" ")
+    try:
+        return Line(float(at), source, text) if tab and source else None
+    except ValueError:
+        return None
+
+
+def read_lines(path: Path, source: str | None = None) -> Iterator[Line]:
+    """Yield the lines of a file, all or those of one source. Nothing where there is no file."""
+    try:
+        with path.open("rb") as file:
+            for content in file:
+                line = parse_line(content)
+                if line is not None and source in (None, line.source):
+                    yield line
+    except OSError:
+        return
