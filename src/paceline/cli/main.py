@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from paceline.cli import completion
 from paceline.cli.flags import check_after_file, check_rules, given, misplaced, moved
 from paceline.cli.output import guarded
 from paceline.nouns.errors import MEETS_NOT, PacelineError, UsageError, did_you_mean
@@ -39,6 +40,7 @@ VERBS = {
     "export": "write a checkpoint's model as transformers reads it",
     "demo": "pre-train a small BERT with two processes, from nothing",
     "examples": "list the examples, and copy one to train with",
+    "completion": "print what a shell needs to complete commands and runs",
     "bench": "measure Paceline against what else there is",
 }
 
@@ -161,6 +163,8 @@ def _accept_any_text() -> None:
 
 
 def _main(argv: list[str] | None) -> int:
+    if completion.VARIABLE in os.environ and argv is None:
+        _complete()
     command_line = list(sys.argv[1:] if argv is None else argv)
     try:
         verb = _find_verb(command_line)
@@ -184,6 +188,15 @@ def _main(argv: list[str] | None) -> int:
             print(json.dumps({"status": "refused", "exit_code": error.exit_code, "error": failure}))
         print(f"{command}: error: {error}", file=sys.stderr)
         return error.exit_code
+
+
+def _complete() -> None:
+    """Answer a shell that completes a command line."""
+    verb = completion.verb_asked_for(VERBS)
+    parser, parsers = _parsers()
+    if verb is not None:
+        _add_verb(parsers[verb], importlib.import_module(f"paceline.cli.{verb}"))
+    completion.complete(parser)
 
 
 def read_command(words: Sequence[str]) -> argparse.Namespace:
@@ -218,24 +231,11 @@ def _parse(command_line: Sequence[str], verb: str | None, module: Any) -> argpar
         verb: the command among them, if any.
         module: its file.
     """
-    parser = Parser(
-        prog="paceline",
-        allow_abbrev=False,
-        description="Train one PyTorch model on many devices; the loop stays yours.",
-    )
-    parser.add_argument("--version", action="version", version=_version())
-    verbs = parser.add_subparsers(required=True, metavar="COMMAND")
-    # Of the others only the name and the summary: their arguments would cost their imports.
-    parsers = {}
-    for name, summary in VERBS.items():
-        parsers[name] = verbs.add_parser(name, help=summary, allow_abbrev=False)
+    parser, parsers = _parsers()
     if verb is None or module is None:
         return parser.parse_args(command_line)
     verb_parser = parsers[verb]
-    verb_parser.description = module.__doc__
-    verb_parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    module.add_arguments(verb_parser)
-    verb_parser.set_defaults(run=module.run)
+    _add_verb(verb_parser, module)
     called = _called(verb_parser, command_line)
     parser.called = called
     rest: list[str] = []
@@ -258,6 +258,29 @@ def _parse(command_line: Sequence[str], verb: str | None, module: Any) -> argpar
             rest = ["--", *rest]
         parsed.arguments = [*parsed.arguments, *rest]
     return parsed
+
+
+def _parsers() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
+    """Return the parser, and those of the commands: only their names and summaries, their arguments cost imports."""
+    parser = Parser(
+        prog="paceline",
+        allow_abbrev=False,
+        description="Train one PyTorch model on many devices; the loop stays yours.",
+    )
+    parser.add_argument("--version", action="version", version=_version())
+    verbs = parser.add_subparsers(required=True, metavar="COMMAND")
+    parsers: dict[str, argparse.ArgumentParser] = {}
+    for name, summary in VERBS.items():
+        parsers[name] = verbs.add_parser(name, help=summary, allow_abbrev=False)
+    return parser, parsers
+
+
+def _add_verb(parser: argparse.ArgumentParser, module: Any) -> None:
+    """Add the arguments of a command, and its function."""
+    parser.description = module.__doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    module.add_arguments(parser)
+    parser.set_defaults(run=module.run)
 
 
 def _called(verb: argparse.ArgumentParser, command_line: Sequence[str]) -> argparse.ArgumentParser:
