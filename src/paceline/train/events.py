@@ -19,6 +19,7 @@ from typing import Any
 
 from paceline.nouns.reading import parse_whole
 from paceline.nouns.sink import MakeSink
+from paceline.train.scheduler_progress import scheduler_sinks
 from paceline.train.sinks import SinkThread, close_sinks, open_sinks
 
 VERSION = 1  # of the events: in `start`. It changes when a field is removed or means something else.
@@ -39,7 +40,8 @@ def open_events(rank: int, run_dir: Path | None, sinks: Sequence[MakeSink]) -> E
         return Events(None)
     shown = os.environ.get(FOLDER)
     folder = run_dir or (Path(shown) if shown else None)
-    return Events(folder, bool(os.environ.get(TAKES_OVER)), open_sinks(sinks, run_dir))
+    makers = [*sinks, *(scheduler_sinks() if run_dir else [])]
+    return Events(folder, bool(os.environ.get(TAKES_OVER)), open_sinks(makers, run_dir))
 
 
 class Events:
