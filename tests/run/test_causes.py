@@ -119,6 +119,12 @@ RULES = {
         still(own(cpu_s=59.0)),
         [("computing", (3,))], ["computes at train.py:9", "ranks 0, 1, 2 wait for it in all_reduce"],
     ),
+    "a rank that gets little of a core": (
+        still(own(cpu_s=1.0, states="RRRSRRRRRR")), [("computing", (3,))], ["computes at"],
+    ),
+    "a rank that waits, with busy threads": (
+        still(own(cpu_s=99.0, states="SSSSRSSSSS")), [("idle", (3,))], ["sleeps, reads or writes"],
+    ),
     "a rank that sleeps": (still(own(step=None)), [("idle", (3,))], ["rank 3 sleeps, reads or writes at train.py:9"]),
     "servers that don't answer": (
         Facts(
@@ -218,7 +224,7 @@ if __name__ == "__main__":
         while is_wanted("sleep"):
             time.sleep(0.05)
         while is_wanted("compute"):
-            sum(range(10**6))
+            sum(range(10**7))
         while is_wanted("lock"):
             lock.acquire(timeout=0.5)
         if is_wanted("native"):
@@ -255,7 +261,7 @@ def inject(folder, name):
 # What rank 1 does, the name of the cause, and what its text says.
 INJECTED = {
     "sleep": ("idle", ["rank 1 sleeps", "time.sleep(0.05)", "rank 0 waits for it in all_reduce"]),
-    "compute": ("computing", ["rank 1 computes at", "sum(range(10**6))"]),
+    "compute": ("computing", ["rank 1 computes at", "sum(range(10**7))"]),
     "lock": ("lock", ["rank 1 waits for a lock", "lock.acquire(timeout=0.5)"]),
     "native": ("native code", ["rank 1 waits in native code"]),
     "slow": ("slow loop", ["rank 1 is waited for", "its other takes"]),

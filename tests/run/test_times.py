@@ -39,7 +39,7 @@ def test_the_first_step_is_left_out_and_axes_are_added_up(tmp_path):
     steps = [step(1, 0, data=500)]
     steps += [step(number, 10 * number, data=2, communication_shard=3, communication_replicate=1) for number in (2, 3)]
     write(tmp_path, 0, process(0), *steps, {"step": None, "begin_ns": 0, "ns": {"other": 5}})
-    (split,) = recent_splits(tmp_path)
+    (split,) = recent_splits(tmp_path, 2)
     assert (split.rank, split.steps, split.last_step) == (0, 2, 3)
     assert split.by_kind["communication"] == pytest.approx(0.004)
     assert split.by_axis == {"shard": pytest.approx(0.003), "replicate": pytest.approx(0.001)}
@@ -51,10 +51,17 @@ def test_only_the_newest_process_and_the_newest_steps_count(tmp_path):
     old = [step(number, number, data=900) for number in range(1, 9)]
     new = [step(number, number, data=number) for number in range(3, 200)]
     write(tmp_path, 0, process(0, pid=1), *old, process(0, pid=2), *new)
-    (split,) = recent_splits(tmp_path, 10)
+    (split,) = recent_splits(tmp_path, 2, 10)
     assert (split.steps, split.last_step) == (9, 199)
     assert split.seconds == pytest.approx(0.195)
     assert split.median_s == pytest.approx(0.195)
+
+
+def test_ranks_of_an_earlier_start_do_not_count(tmp_path):
+    for rank in (0, 1, 2):
+        write(tmp_path, rank, process(rank), step(1, 0, data=1))
+    assert [split.rank for split in recent_splits(tmp_path, 2)] == [0, 1]
+    assert [split.rank for split in recent_splits(tmp_path, 0)] == [0, 1, 2]
 
 
 # Lines that a file may have, of which none is a step.
@@ -72,14 +79,14 @@ def test_odd_lines_are_passed_over(case, tmp_path):
     path = write(tmp_path, 0, process(0), step(1, 0, data=1), step(2, 1, data=1))
     with path.open("ab") as file:
         file.write(ODD[case].encode("utf-8", "surrogateescape"))
-    (split,) = recent_splits(tmp_path)
+    (split,) = recent_splits(tmp_path, 2)
     assert split.last_step == 2
 
 
 def test_a_file_of_a_newer_version_is_passed_over(tmp_path):
     write(tmp_path, 0, {**process(0), "version": 2}, step(1, 0, data=1))
-    assert recent_splits(tmp_path) == []
-    assert recent_splits(tmp_path / "nowhere") == []
+    assert recent_splits(tmp_path, 2) == []
+    assert recent_splits(tmp_path / "nowhere", 2) == []
 
 
 def split(rank, **milliseconds):

@@ -65,11 +65,11 @@ def _lines(folder: Path, job: Run, most: int = 1000) -> list[str]:
     if left_s is not None and job.status == summary.RUNNING:
         parts.append(f"{duration(left_s)} left")
     lines = ["  ".join(part for part in parts if part)]
-    splits = times.recent_splits(folder)
+    splits = times.recent_splits(folder, job.ranks)
     if not splits:
         return [*lines, "", "no rank has written the times of a step yet"]
     lines += ["", *times.table(splits, max(most, 1))]
-    slow = times.slow_rank(splits)
+    slow = None if "server=" in job.plan else times.slow_rank(splits)  # workers of servers go at their own pace
     if slow is not None:
         lines += ["", times.sentence(slow)]
     return lines
@@ -77,8 +77,8 @@ def _lines(folder: Path, job: Run, most: int = 1000) -> list[str]:
 
 def _facts(folder: Path) -> dict[str, Any]:
     job = read_run(folder)
-    splits = times.recent_splits(folder)
-    slow = times.slow_rank(splits)
+    splits = times.recent_splits(folder, job.ranks)
+    slow = None if "server=" in job.plan else times.slow_rank(splits)
     rate, left_s = _speed(folder, job)
     return {
         **job.to_json(),

@@ -68,8 +68,13 @@ class RankFacts:
 
     @property
     def computes(self) -> bool:
-        """Return whether it uses a core."""
-        return self.answer is not None and self.answer["cpu_s"] > BUSY * max(self.answer["stalled_s"], 0.1)
+        """Return whether it uses a core, or waits for one: beside busy processes it may get little of it."""
+        if self.answer is None:
+            return False
+        states = str(self.answer.get("states") or "")
+        if states:
+            return states.count("R") > len(states) / 2
+        return bool(self.answer["cpu_s"] > BUSY * max(self.answer["stalled_s"], 0.1))
 
     @property
     def stack(self) -> Sequence[Sequence[Any]]:
@@ -118,7 +123,7 @@ def collect(folder: Path) -> Facts:
     return Facts(
         run=run,
         ranks=ranks,
-        splits=[split for split in recent_splits(folder) if split.rank < run.ranks or not run.ranks],
+        splits=recent_splits(folder, run.ranks),
         stands_s=_standing_s(ranks, folder) if is_open else 0.0,
         failure=None if is_open else result_failure(folder),
         free_bytes=_free_bytes(folder),

@@ -187,10 +187,18 @@ def files_of(run_dir: Path) -> dict[int, Path]:
     return {rank: run_dir / FOLDER / f"{rank}.jsonl" for rank in sorted(ranks)}
 
 
-def recent_splits(run_dir: Path, count: int = RECENT) -> list[RankSplit]:
-    """Return where the time of each rank's newest steps goes; the job's first step, which connects, is left out."""
+def recent_splits(run_dir: Path, ranks: int, count: int = RECENT) -> list[RankSplit]:
+    """Return where the time of each rank's newest steps goes; a process's first step, which connects, is left out.
+
+    Args:
+        run_dir: of the job.
+        ranks: how many it has now: an earlier start may have had more. 0: nobody knows.
+        count: steps of each.
+    """
     splits = []
     for rank, path in files_of(run_dir).items():
+        if ranks and rank >= ranks:
+            continue
         numbered = [step for step in read_steps(path, tail_only=True) if step.step is not None]
         # Of one process: between two there is no step.
         recent = [step for step in numbered if step.process == numbered[-1].process][-count:]

@@ -38,6 +38,7 @@ from paceline.train import job as jobs
 _FIRST = 0.25  # of `pace_s`: the first report of a rank
 _POLLS = 24  # looks in `pace_s`: six before the first report
 _SEEN_S = 0.2
+_SAMPLES = 10
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 _PACELINE = str(Path(paceline.__file__).parent) + os.sep
@@ -125,13 +126,16 @@ class Watchdog:
         self.question = question
         if progress() != before:
             since_s, cpu_s = time.monotonic(), time.process_time()
-        self.over.wait(_SEEN_S)  # over which a rank is seen to go on, and to compute
+        states = []
+        for _ in range(_SAMPLES):  # over which a rank is seen to go on, and to compute
+            self.over.wait(_SEEN_S / _SAMPLES)
+            states.append(thread_state(threading.main_thread().native_id))
         job = jobs.newest()
         if job is not None:
             job.times_file.flush()
         stalled_s = time.monotonic() - since_s
         answer = self._report(stalled_s, time.process_time() - cpu_s)
-        answer |= {"question": question, **_of_process()}
+        answer |= {"question": question, "states": "".join(states), **_of_process()}
         self._put(answer, self.run_dir / ASKED)
 
     def _report(self, stalled_s: float, cpu_s: float) -> dict[str, Any]:
@@ -180,6 +184,15 @@ def _of_process() -> dict[str, Any]:
             children.append({"pid": child.pid, "state": child.status(), "cpu_s": sum(child.cpu_times()[:2])})
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {"pid": process.pid, "host": socket.gethostname(), "cores": cores, "children": children}
+
+
+def thread_state(identifier: int | None) -> str:
+    """Return the kernel's letter for what a thread of this process does, such as R or S; "" where nobody knows."""
+    try:
+        content = Path(f"/proc/self/task/{identifier}/stat").read_text(errors="replace")
+    except OSError:
+        return ""
+    return content.rpartition(")")[2].split()[0]
 
 
 def _calls(ledger: Any) -> int:
