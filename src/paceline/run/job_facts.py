@@ -20,7 +20,7 @@ from paceline.nouns.reading import fault_of
 from paceline.run.asked import ask
 from paceline.run.summary import RUNNING, SILENT, Run, read_run, result_failure
 from paceline.run.supervise.progress import decoded
-from paceline.run.times import RankSplit, files_of, read_steps, recent_splits
+from paceline.run.times import RankSplit, files_of, newest_process, recent_splits
 
 ANSWER_S = 4.0  # a rank looks for a question twice a second; its thread may wait for a busy core
 _CPU_S = 0.3  # over which the use of a core is measured
@@ -159,12 +159,8 @@ def _rank_facts(folder: Path, rank: int, answer: Mapping[str, Any] | None) -> Ra
 
 def _newest_process(folder: Path, rank: int) -> tuple[int, str]:
     path = files_of(folder).get(rank)
-    if path is None:
-        return 0, ""
-    newest = (0, "")
-    for step in read_steps(path):
-        newest = (step.process.pid, step.process.host)
-    return newest
+    process = None if path is None else newest_process(path)
+    return (0, "") if process is None else (process.pid, process.host)
 
 
 def _standing_s(ranks: Sequence[RankFacts], folder: Path) -> float:

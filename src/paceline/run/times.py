@@ -18,6 +18,7 @@ KINDS = (
 WAITING = ("communication", "bubble")  # in which a rank may wait for another
 RECENT = 50  # steps that are averaged
 _TAIL_BYTES = 2**20
+_HEAD = b'{"version":'
 _LEAST_S = 0.001
 _LEAST_SHARE = 0.1  # of a step: a rank that takes so much longer than the others is slow
 
@@ -145,6 +146,19 @@ def read_steps(path: Path, tail_only: bool = False) -> Iterator[StepTime]:
             step = _step(line, process)
             if step is not None:
                 yield step
+
+
+def newest_process(path: Path) -> Process | None:
+    """Return the process that wrote to a rank's file last; None: there is none."""
+    newest = None
+    try:
+        with path.open("rb") as file:
+            for text in file:
+                if text.startswith(_HEAD):  # of many lines few are read
+                    newest = text
+        return None if newest is None else _process(json.loads(newest), int(path.stem))
+    except (OSError, ValueError):
+        return None
 
 
 def _lines(path: Path, tail_only: bool) -> Iterator[dict[str, Any]]:
