@@ -224,7 +224,7 @@ if __name__ == "__main__":
         while is_wanted("sleep"):
             time.sleep(0.05)
         while is_wanted("compute"):
-            sum(range(10**7))
+            for _ in range(10**6): pass
         while is_wanted("lock"):
             lock.acquire(timeout=0.5)
         if is_wanted("native"):
@@ -261,7 +261,7 @@ def inject(folder, name):
 # What rank 1 does, the name of the cause, and what its text says.
 INJECTED = {
     "sleep": ("idle", ["rank 1 sleeps", "time.sleep(0.05)", "rank 0 waits for it in all_reduce"]),
-    "compute": ("computing", ["rank 1 computes at", "sum(range(10**7))"]),
+    "compute": ("computing", ["rank 1 computes at", "for _ in range(10**6): pass"]),
     "lock": ("lock", ["rank 1 waits for a lock", "lock.acquire(timeout=0.5)"]),
     "native": ("native code", ["rank 1 waits in native code"]),
     "slow": ("slow loop", ["rank 1 is waited for", "its other takes"]),
