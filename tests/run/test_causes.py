@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -71,7 +72,8 @@ LOADER = [["lib/torch/utils/data/dataloader.py", 1318, "_try_get_data"], ["train
 RULES = {
     "a failure": (still(failure="rank 1, step 3 failed first: ValueError"), [("failed", ())], ["rank 1, step 3"]),
     "a process that is stopped": (
-        still(RankFacts(0, None, 7, "here", True, "stopped")), [("stopped", (3,))], ["rank 3", "SIGSTOP"],
+        still(RankFacts(0, None, 7, "here", True, "stopped")),
+        [("stopped", (3,))], ["rank 3: the process is stopped", "SIGSTOP"],
     ),
     "a debugger": (still(RankFacts(0, None, 7, "here", True, "tracing-stop")), [("traced", (3,))], ["debugger"]),
     "a process that has gone": (still(RankFacts(0, None, 7, "here", True, "gone")), [("gone", (3,))], ["has gone"]),
@@ -100,13 +102,61 @@ RULES = {
     ),
     "shapes that differ": (still(), [("same call", ())], ["all ranks wait in all_reduce, at train.py:9", "shapes"]),
     "a rank that left the loop": (
-        still(RankFacts(0, answer(waits_in=None, is_closing=True, steps_done=4))),
+        still(RankFacts(0, answer(waits_in=None, is_closing=True, step=None, steps_done=4))),
         [("left", (3,))], ["rank 3 left the loop after step 4"],
     ),
     "a loader that is stuck": (
         still(own(stack=LOADER, children=[{"state": "stopped"}, {"state": "sleeping"}])),
         [("data loader", (3,))], ["rank 3 in step 6 waits for its data loader", "1 of its processes stopped"],
     ),
+    "a rank that is not yet at the end of the file": (
+        Facts(
+            run=RUNNING,
+            stands_s=60.0,
+            ranks=[
+                own(step=None, steps_done=9),
+                RankFacts(1, answer(waits_in="barrier", is_closing=True, step=None, steps_done=9)),
+            ],
+        ),
+        [("idle", (0,))],
+        ["rank 0 sleeps, reads or writes at train.py:9; rank 1 waits for it in barrier"],
+    ),
+    "ranks that start": (
+        Facts(run=RUNNING, ranks=[RankFacts(0), RankFacts(1)], stands_s=0.0, age_s=2.0),
+        [],
+        [],
+    ),
+    "a long first step": (
+        Facts(run=replace(RUNNING, step=0), ranks=[own(cpu_s=30.0), own(cpu_s=30.0)], stands_s=30.0),
+        [],
+        [],
+    ),
+    "a very long first step": (
+        Facts(run=replace(RUNNING, step=0), ranks=[own(cpu_s=90.0)], stands_s=90.0),
+        [("computing", (0,))],
+        ["rank 0 in step 6 computes"],
+    ),
+    "an evaluation": (
+        Facts(run=RUNNING, ranks=[own(work="evaluation", stack=LOADER)], stands_s=300.0),
+        [],
+        [],
+    ),
+    "a loader's processes that are stopped": (
+        still(own(stack=[["resource_sharer.py", 1, "x"]] * 9 + LOADER, children=[{"state": "stopped"}])),
+        [("data loader", (3,))],
+        ["waits for its data loader (1 of its processes stopped)"],
+    ),
+    "two with native code": (
+        still(RankFacts(0, None, 7, "here", True, "running", 0.9), RankFacts(0, None, 7, "here", True, "running", 0.9)),
+        [("native code", (2, 3))],
+        ["ranks 2, 3 compute in native code"],
+    ),
+    "ranks that can't be asked": (
+        Facts(run=RUNNING, ranks=[RankFacts(0), RankFacts(1)], not_asked="runs/a can't be written (File exists)"),
+        [("not asked", ())],
+        ["the ranks can't be asked: runs/a can't be written"],
+    ),
+    "one worker's data alone": (slow({"data": 1}, {"data": 500}, servers=True), [], []),
     "a lock in Python": (
         still(own(source="with self.lock:", line="train.py:12")),
         [("lock", (3,))], ["a lock", "train.py:12: with self.lock:"],
@@ -318,6 +368,20 @@ def test_a_job_that_goes_on_has_no_cause_and_answers_quickly(job, capsys):
 
 
 @pytest.mark.slow
+def test_two_may_ask_at_once(job):
+    let_go_on(job, steps=1)
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(ask(job / "runs/a", 2, 4.0))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join()
+    assert [sorted(answers) for answers in found] == [[0, 1]] * 3
+    assert not (job / "runs/a" / FOLDER).exists()
+
+
+@pytest.mark.slow
 def test_calls_that_differ_are_named_last_as_they_end_the_job(job, monkeypatch):
     monkeypatch.setattr(judgement, "_STILL_S", 0.5)
     inject(job, "skip")
@@ -354,7 +418,15 @@ def test_what_is_no_run_is_refused(case, command, tmp_path, capsys):
 
 
 def test_an_answer_of_another_question_does_not_count(tmp_path):
-    (tmp_path / FOLDER).mkdir()
-    (tmp_path / FOLDER / "0.json").write_text(json.dumps({"question": "old", **answer()}))
+    (tmp_path / FOLDER / "other").mkdir(parents=True)
+    (tmp_path / FOLDER / "other/0.json").write_text(json.dumps(answer()))
     assert ask(tmp_path, 1, 0.2) == {}
-    assert not (tmp_path / FOLDER).exists()
+    assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["other"]
+
+
+def test_a_run_that_cant_be_written_is_said(tmp_path):
+    (tmp_path / "job.json").write_text(json.dumps({"version": 1, "script": "a.py", "ranks": 2}))
+    (tmp_path / FOLDER).write_text("")
+    (cause,) = causes(collect(tmp_path))
+    assert cause.name == "not asked"
+    assert "the ranks can't be asked" in cause.text

@@ -52,9 +52,9 @@ def test_only_the_newest_process_and_the_newest_steps_count(tmp_path):
     new = [step(number, number, data=number) for number in range(3, 200)]
     write(tmp_path, 0, process(0, pid=1), *old, process(0, pid=2), *new)
     (split,) = recent_splits(tmp_path, 2, 10)
-    assert (split.steps, split.last_step) == (9, 199)
-    assert split.seconds == pytest.approx(0.195)
-    assert split.median_s == pytest.approx(0.195)
+    assert (split.steps, split.last_step) == (10, 199)
+    assert split.seconds == pytest.approx(0.1945)
+    assert split.median_s == pytest.approx(0.1945)
 
 
 def test_ranks_of_an_earlier_start_do_not_count(tmp_path):
@@ -69,6 +69,8 @@ ODD = {
     "torn": '{"step": 3, "begin_ns": 1',
     "no object": "[1, 2]\n",
     "another form": '{"step": "3", "begin_ns": 1, "ns": {}}\n',
+    "too deep": "[" * 100_000 + "\n",
+    "a number that is too large": '{"step": 3, "begin_ns": 1, "ns": {"data": 1' + "0" * 400 + "}}\n",
     "no numbers": '{"step": 3, "begin_ns": 1, "ns": {"data": "x"}}\n',
     "not text": "\udcff",
 }
@@ -93,6 +95,35 @@ def split(rank, **milliseconds):
     by_kind = {kind: milliseconds.get(kind, 0) / 1000 for kind in KINDS}
     seconds = sum(by_kind.values())
     return RankSplit(rank, 50, 60, seconds, by_kind, seconds)
+
+
+def test_only_steps_that_all_ranks_have_written_are_compared(tmp_path):
+    """Rank 1 has not written its steps 8 to 10 yet, in one of which rank 0 evaluates."""
+    write(tmp_path, 0, process(0), *(step(n, 100 * n, data=10, evaluation=500 * (n == 9)) for n in range(1, 11)))
+    write(tmp_path, 1, process(1), *(step(n, 100 * n, data=10) for n in range(1, 8)))
+    splits = recent_splits(tmp_path, 2)
+    assert [(split.steps, split.last_step) for split in splits] == [(6, 7), (6, 7)]
+    assert slow_rank(splits) is None
+
+
+# Milliseconds of rank 1's own work in each step, beside 100 of rank 0; whether it is called slow.
+STEPS = {
+    "always": ([115] * 10, True),
+    "now and then": ([100, 100, 300, 100, 100, 100, 280, 100, 100, 100] * 5, True),
+    "once": ([100] * 20 + [900] + [100] * 20, False),
+    "up and down": ([60, 170] * 5, False),
+}
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_chance_is_no_slowness(case, tmp_path):
+    milliseconds, is_slow = STEPS[case]
+    for rank in (0, 1):
+        lines = [step(1, 0, data=1)]
+        for number, ms in enumerate(milliseconds, 2):
+            lines.append(step(number, 0, data=ms if rank else 100))
+        write(tmp_path, rank, process(rank), *lines)
+    assert (slow_rank(recent_splits(tmp_path, 2)) is not None) == is_slow
 
 
 def test_who_takes_longest_alone_is_waited_for():

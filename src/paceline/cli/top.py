@@ -43,6 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n".join(_lines(folder, read_run(folder))))
         return 0
     while True:
+        if not (folder / "job.json").exists():
+            print(f"paceline top: {folder} has gone", file=sys.stderr)
+            return 1
         job = read_run(folder)
         size = shutil.get_terminal_size()
         lines = [line[: size.columns - 1] for line in _lines(folder, job, size.lines - 6)][: size.lines - 1]
@@ -94,9 +97,12 @@ def _speed(folder: Path, job: Run) -> tuple[float | None, float | None]:
     try:
         with (folder / "events.jsonl").open("rb") as file:
             file.seek(max((folder / "events.jsonl").stat().st_size - _TAIL_BYTES, 0))
-            records = [event for event in decoded(file.read()) if event["event"] == "step"][-_WINDOW:]
+            events = list(decoded(file.read()))
     except OSError:
         return None, None
+    # Of this process: between two there is time without a step, and steps are taken again.
+    begins = [number for number, event in enumerate(events) if event["event"] in ("start", "resumed")]
+    records = [event for event in events[begins[-1] if begins else 0 :] if event["event"] == "step"][-_WINDOW:]
     if len(records) < 2 or records[-1]["at"] <= records[0]["at"]:
         return speed(records), None
     a_step_s = (records[-1]["at"] - records[0]["at"]) / (len(records) - 1)

@@ -1,8 +1,8 @@
 """Ask a running job's ranks where they stand, through its run directory; `run/rank/watchdog.py` answers.
 
-`asked/question` holds a text; each rank's watchdog thread writes what it finds to `asked/RANK.json`, with that text in
-it. It does so while the rank's main thread waits, computes in Python or runs native code that lets other threads run.
-No process is stopped.
+Whoever asks makes `asked/ID`; each rank's watchdog thread writes what it finds to `asked/ID/RANK.json`. It does so
+while the rank's main thread waits, computes in Python or runs native code that lets other threads run. No process is
+stopped, and several may ask at once.
 """
 
 from __future__ import annotations
@@ -18,17 +18,24 @@ from paceline.nouns.errors import ReadError
 from paceline.nouns.reading import read_json
 
 FOLDER = "asked"  # in the run directory
-QUESTION = "question"
 POLL_S = 0.5  # seconds between two looks of a rank, at most
 _LOOK_S = 0.05
+_OLD_S = 3600.0  # a question of which nobody has removed the folder is no longer answered; clocks may differ
 
 
-def question_in(run_dir: Path) -> str:
-    """Return the question that stands in a run directory; "" where none does."""
+def questions_in(run_dir: Path) -> list[Path]:
+    """Return the folders of the questions that stand in a run directory."""
     try:
-        return (run_dir / FOLDER / QUESTION).read_text()[:100]
-    except (OSError, ValueError):
-        return ""
+        return [path for path in (run_dir / FOLDER).iterdir() if _is_new(path)]
+    except OSError:
+        return []
+
+
+def _is_new(path: Path) -> bool:
+    try:
+        return time.time_ns() / 1e9 - path.stat().st_mtime < _OLD_S
+    except OSError:
+        return False
 
 
 def ask(run_dir: Path, ranks: int, limit_s: float) -> dict[int, dict[str, Any]]:
@@ -42,30 +49,27 @@ def ask(run_dir: Path, ranks: int, limit_s: float) -> dict[int, dict[str, Any]]:
     Raises:
         OSError: the run directory can't be written.
     """
-    folder = run_dir / FOLDER
-    folder.mkdir(exist_ok=True)
-    question = secrets.token_hex(8)
-    draft = folder / f".{question}"  # renamed: a rank never reads half of it
-    draft.write_text(question)
-    draft.replace(folder / QUESTION)
+    folder = run_dir / FOLDER / secrets.token_hex(8)
+    folder.mkdir(parents=True)
     answers: dict[int, dict[str, Any]] = {}
     until_s = time.monotonic() + limit_s
     try:
         while len(answers) < ranks and time.monotonic() < until_s:
             time.sleep(_LOOK_S)
             for rank in set(range(ranks)) - answers.keys():
-                answer = _answer(folder / f"{rank}.json", question)
+                answer = _answer(folder / f"{rank}.json")
                 if answer is not None:
                     answers[rank] = answer
     finally:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another asks
+            (run_dir / FOLDER).rmdir()
     return answers
 
 
-def _answer(path: Path, question: str) -> dict[str, Any] | None:
+def _answer(path: Path) -> dict[str, Any] | None:
     try:
         answer: dict[str, Any] = read_json(path, dict)
     except (ReadError, OSError):
         return None
-    return answer if answer.get("question") == question else None
+    return answer

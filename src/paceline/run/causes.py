@@ -22,6 +22,10 @@ _MANY = 0.4  # of a step
 _MOST_SHOWN = 8  # ranks
 _CORES_RATIO = 1.3  # both passes take so much longer on a rank with fewer cores
 _LOADER = "torch/utils/data/"
+_LOADER_FRAMES = 16  # a batch comes through a queue, by way of several modules
+_STARTS_S = 60.0  # a rank that starts imports torch
+_GRACE_S = 20.0  # in which ranks that wait for nobody are left alone
+_FIRST_STEP_S = 60.0  # the same in the first step
 _LOCK_FILES = ("threading.py",)
 _LOCK = re.compile(r"\bacquire\b|\bwith \S*lock|\.join\(|\.wait\(|\.get\(\)", re.IGNORECASE)
 
@@ -47,6 +51,9 @@ def causes(facts: Facts) -> list[Cause]:
     """Return what is wrong, the cause of the others first; empty where nothing is found."""
     if facts.failure is not None:
         return [Cause("failed", (), f"the job has ended: {facts.failure}", "mend that, and go on with --resume")]
+    if facts.not_asked is not None:
+        found = [Cause("not asked", (), f"the ranks can't be asked: {facts.not_asked}", "mend that, and ask again")]
+        return [*found, *_of_disk(facts)]
     found = [*_of_processes(facts)]
     a_step_s = max((split.median_s for split in facts.splits), default=0.0)
     if facts.stands_s >= max(_STILL_S, _LONG_STEPS * a_step_s) and not found:
@@ -62,8 +69,8 @@ def causes(facts: Facts) -> list[Cause]:
 
 _STANDING = frozenset(
     {
-        "gone", "stopped", "traced", "disk wait", "native code", "no answer", "left", "different calls", "data loader",
-        "lock", "computing", "idle", "same call", "checkpoint", "servers",
+        "gone", "stopped", "traced", "disk wait", "native code", "no answer", "left", "different calls",
+        "data loader", "lock", "computing", "idle", "same call", "checkpoint", "servers",
     }
 )  # fmt: skip
 
@@ -75,9 +82,12 @@ def _of_processes(facts: Facts) -> Iterator[Cause]:
         if ranks:
             yield Cause(name, ranks, f"{_named(ranks)}: {text}", fix)
     silent = [rank for rank in facts.ranks if rank.answer is None and not _is_judged(rank)]
+    if facts.age_s < _STARTS_S:  # a rank answers as soon as it runs the file
+        silent = [rank for rank in silent if rank.pid]
     native = tuple(rank.rank for rank in silent if rank.is_here and rank.state)
     if native:
-        uses = "computes" if any(rank.cpu > BUSY for rank in silent if rank.rank in native) else "waits"
+        uses = "compute" if any(rank.cpu > BUSY for rank in silent if rank.rank in native) else "wait"
+        uses += "s" * (len(native) == 1)
         text = f"{_named(native)} {uses} in native code that lets no other thread of Python run (it holds the GIL)"
         yield Cause("native code", native, text, "look with `py-spy dump --native --pid`; release the GIL in that code")
     rest = tuple(rank.rank for rank in silent if rank.rank not in native)
@@ -89,12 +99,12 @@ def _of_processes(facts: Facts) -> Iterator[Cause]:
 
 
 _STATES = (
-    (("gone", "zombie", "dead"), "gone", "its process has gone", "look for what ended it; start again with --resume"),
-    (("stopped",), "stopped", "its process is stopped (SIGSTOP)", "let it go on: kill -CONT PID"),
-    (("tracing-stop",), "traced", "a debugger has stopped its process", "go on, or leave, in the debugger"),
+    (("gone", "zombie", "dead"), "gone", "the process has gone", "look for what ended it; start again with --resume"),
+    (("stopped",), "stopped", "the process is stopped (SIGSTOP)", "let it go on: kill -CONT PID"),
+    (("tracing-stop",), "traced", "a debugger has stopped the process", "go on, or leave, in the debugger"),
     (
-        ("disk-sleep",), "disk wait", "its process waits for a disk or a network file system",
-        "look at the file system that it reads or writes: dmesg, df, the server's state",
+        ("disk-sleep",), "disk wait", "the process waits for a disk or a network file system",
+        "look at the file system that is read or written: dmesg, df, the server's state",
     ),
 )  # fmt: skip
 
@@ -108,12 +118,15 @@ def _of_waits(facts: Facts) -> Iterator[Cause]:
     answered = [rank for rank in facts.ranks if rank.answer is not None]
     waiting = [rank for rank in answered if rank.waits_in]
     others = [rank for rank in answered if not rank.waits_in]
-    left = [rank for rank in answered if rank.answer and rank.answer.get("is_closing")]
-    if left and len(left) < len(answered):
+    furthest = max((rank.target for rank in answered), default=0)
+    left = [rank for rank in answered if rank.answer and rank.answer.get("is_closing") and rank.target < furthest]
+    if left:
         ranks = tuple(rank.rank for rank in left)
         text = f"{_named(ranks)} left the loop after step {left[0].answer['steps_done']}, while the others go on"  # type: ignore[index]
         yield Cause("left", ranks, text, "let every rank take equally many steps: leave the loop on all, or on none")
         return
+    if others and not waiting and facts.stands_s < (_GRACE_S if facts.run.step else _FIRST_STEP_S):
+        return  # a long step, a compilation or slow data: nobody waits for another
     if others:
         yield from _of_those_that_do_not_wait(others, waiting)
         return
@@ -147,6 +160,8 @@ def _different_calls(waiting: Sequence[RankFacts], calls: Counter[tuple[str | No
 
 
 def _of_those_that_do_not_wait(others: Sequence[RankFacts], waiting: Sequence[RankFacts]) -> Iterator[Cause]:
+    if not waiting and all(_evaluates(rank) for rank in others):
+        return
     for rank in others[:_MOST_SHOWN]:
         name, does, fix = _activity(rank)
         step = "" if rank.answer is None or rank.answer["step"] is None else f" in step {rank.answer['step']}"
@@ -157,15 +172,20 @@ def _of_those_that_do_not_wait(others: Sequence[RankFacts], waiting: Sequence[Ra
         yield Cause(name, (rank.rank,), text, fix)
 
 
+def _evaluates(rank: RankFacts) -> bool:
+    return rank.answer is not None and rank.answer.get("work") == "evaluation"
+
+
 def _activity(rank: RankFacts) -> tuple[str, str, str]:
     """Return the name of what a rank does that waits for no other, in words, and what to do."""
-    files = [str(frame[0]) for frame in rank.stack[:6]]
-    functions = [str(frame[2]) for frame in rank.stack[:6]]
+    files = [str(frame[0]) for frame in rank.stack[:_LOADER_FRAMES]]
+    functions = [str(frame[2]) for frame in rank.stack[:1]]
     if any(_LOADER in file for file in files) and not rank.computes:
-        return (
-            "data loader", f"waits for its data loader{_children(rank)}, at {rank.line}",
-            "look at the data set's __getitem__ and at the disk; raise num_workers",
-        )  # fmt: skip
+        children = _children(rank)
+        fix = "look at the data set's __getitem__ and at the disk; raise num_workers"
+        if "stopped" in children:
+            fix = "let the loader's processes go on: kill -CONT PID"
+        return "data loader", f"waits for its data loader{children}, at {rank.line}", fix
     innermost = f"{files[0]} {functions[0]}" if files else ""
     source = str(rank.answer.get("source") or "") if rank.answer is not None else ""
     here = f"{rank.line}{f': {source}' if source else ''}"
@@ -208,12 +228,13 @@ def _of_speed(facts: Facts) -> Iterator[Cause]:
         name, fix, more = _why_slow(facts, this, others, slow.kind)
         yield Cause(name, (slow.rank,), f"{sentence(slow)}{more}", fix)
         return
-    mean = {}
+    least = {}
     for kind in ("data", "checkpoint", "communication", "bubble", "evaluation", "other"):
-        mean[kind] = statistics.fmean(split.by_kind[kind] / split.seconds for split in splits if split.seconds)
+        # The smallest: what is true of every rank.
+        least[kind] = min((split.by_kind[kind] / split.seconds for split in splits if split.seconds), default=0.0)
     for kind, text, fix in _SHARES:
-        if mean[kind] >= _MANY:
-            yield Cause(f"much {kind}", (), f"{mean[kind]:.0%} of each step is {text}", fix)
+        if least[kind] >= _MANY:
+            yield Cause(f"much {kind}", (), f"{least[kind]:.0%} of each step is {text}", fix)
 
 
 _SHARES = (

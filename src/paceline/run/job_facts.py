@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import time
@@ -57,6 +56,13 @@ class RankFacts:
         return None if self.answer is None else self.answer.get("waits_in")
 
     @property
+    def target(self) -> int:
+        """Return the step in which it is, or the number of those that it has taken."""
+        if self.answer is None:
+            return 0
+        return int(self.answer["step"] or self.answer["steps_done"])
+
+    @property
     def line(self) -> str:
         """Return the innermost line of the user's code, or of any code."""
         if self.answer is None:
@@ -96,6 +102,8 @@ class Facts:
         checkpoint_fault: why the newest checkpoint could not be written.
         clock_jumps: seconds by which the wall clock of rank 0's host jumped, and the step.
         servers: the plan has parameter servers, so workers need not wait for each other.
+        not_asked: why the ranks could not be asked; None: they were.
+        age_s: seconds since the job was started.
     """
 
     run: Run
@@ -107,6 +115,8 @@ class Facts:
     checkpoint_fault: str | None = None
     clock_jumps: Sequence[tuple[float, int]] = field(default=())
     servers: bool = False
+    not_asked: str | None = None
+    age_s: float = 3600.0
 
 
 def collect(folder: Path) -> Facts:
@@ -114,10 +124,12 @@ def collect(folder: Path) -> Facts:
     run = read_run(folder)
     is_open = run.status in (RUNNING, SILENT)
     answers: dict[int, dict[str, Any]] = {}
+    not_asked = None
     if is_open and run.ranks:
-        # Where the folder can't be written, for one on a full disk, the ranks can't be asked.
-        with contextlib.suppress(OSError):
+        try:
             answers = {rank: answer for rank, answer in ask(folder, run.ranks, ANSWER_S).items() if _is_whole(answer)}
+        except OSError as error:  # such as of a full disk
+            not_asked = f"{folder} can't be written ({error.strerror})"
     ranks = [_rank_facts(folder, rank, answers.get(rank)) for rank in range(run.ranks)] if is_open else []
     events = _newest_events(folder)
     return Facts(
@@ -130,6 +142,8 @@ def collect(folder: Path) -> Facts:
         checkpoint_fault=_checkpoint_fault(events),
         clock_jumps=tuple(_clock_jumps(events)),
         servers="server=" in run.plan,
+        not_asked=not_asked,
+        age_s=max(0.0, time.time_ns() / 1e9 - run.started),
     )
 
 

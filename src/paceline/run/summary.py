@@ -121,7 +121,7 @@ def find_folder(runs: Path, job: str) -> Path:
     """
     for folder in (runs / job, Path(job)):
         if (folder / "job.json").is_file():
-            return folder
+            return folder if folder.name else folder.resolve()  # `.` has no name
     known = [path.parent.name for path in runs.glob("*/job.json")]
     found = "there is no such run" if runs.is_dir() else f"there is no folder {runs}"
     if (runs / job).is_dir() or Path(job).is_dir():
@@ -153,7 +153,7 @@ def read_run(folder: Path) -> Run:
         total_steps=_total_steps(folder / "events.jsonl", newest),
         loss=step.get("loss"),
         evaluation=_scores(evaluation) if isinstance(evaluation, dict) else {},
-        ranks=int(job.get("ranks") or 0),
+        ranks=job["ranks"] if isinstance(job.get("ranks"), int) else 0,
         plan=_plan(folder),
         script=tuple(words),
     )

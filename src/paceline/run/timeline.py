@@ -85,7 +85,7 @@ def make_trace(run_dir: Path, first: int | None = None, last: int | None = None)
     return Trace(
         events=events,
         steps=sum(step.step is not None for step in every),
-        detailed=sum(bool(step.spans) for step in every),
+        detailed=sum(bool(step.spans) for step in every if step.step is not None),
         ranks=tuple(rank for rank, steps in by_rank.items() if steps),
         matched=matched,
         messages=len(arrows) // 2,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ RECENT = 50  # steps that are averaged
 _TAIL_BYTES = 2**20
 _HEAD = b'{"version":'
 _LEAST_S = 0.001
+_ERRORS = 3
+_MOST_NS = 2**63
 _LEAST_SHARE = 0.1  # of a step: a rank that takes so much longer than the others is slow
 
 
@@ -81,6 +84,7 @@ class RankSplit:
         seconds: of a step, their mean.
         by_kind: seconds of a step, for each of KINDS.
         median_s: of the steps.
+        own_steps_s: of each step, the seconds in which the rank waits for no other.
         by_axis: seconds of a step in which each axis communicates.
     """
 
@@ -90,6 +94,7 @@ class RankSplit:
     seconds: float
     by_kind: Mapping[str, float]
     median_s: float = 0.0
+    own_steps_s: Sequence[float] = ()
     by_axis: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -169,7 +174,7 @@ def _lines(path: Path, tail_only: bool) -> Iterator[dict[str, Any]]:
             for text in file:
                 try:
                     line = json.loads(text)
-                except ValueError:
+                except (ValueError, RecursionError):
                     continue
                 if isinstance(line, dict):
                     yield line
@@ -189,7 +194,7 @@ def _step(line: Mapping[str, Any], process: Process) -> StepTime | None:
     step, begin_ns, by_kind = line.get("step"), line.get("begin_ns"), line.get("ns")
     if not isinstance(step, int | None) or not isinstance(begin_ns, int) or not isinstance(by_kind, dict):
         return None
-    if not all(isinstance(ns, int) for ns in by_kind.values()):
+    if not all(isinstance(ns, int) and 0 <= ns < _MOST_NS for ns in (begin_ns, *by_kind.values())):
         return None
     spans = line.get("spans")
     return StepTime(step, begin_ns, by_kind, spans if isinstance(spans, list) else [], process)
@@ -202,29 +207,33 @@ def files_of(run_dir: Path) -> dict[int, Path]:
 
 
 def recent_splits(run_dir: Path, ranks: int, count: int = RECENT) -> list[RankSplit]:
-    """Return where the time of each rank's newest steps goes; a process's first step, which connects, is left out.
+    """Return where the time of the newest steps goes that all ranks have written; of servers' workers each one's own.
+
+    The first step of a process, which connects, is left out.
 
     Args:
         run_dir: of the job.
         ranks: how many it has now: an earlier start may have had more. 0: nobody knows.
         count: steps of each.
     """
-    splits = []
+    by_rank: dict[int, dict[int, StepTime]] = {}
     for rank, path in files_of(run_dir).items():
         if ranks and rank >= ranks:
             continue
         numbered = [step for step in read_steps(path, tail_only=True) if step.step is not None]
-        # Of one process: between two there is no step.
-        recent = [step for step in numbered if step.process == numbered[-1].process][-count:]
-        split = _split(rank, recent[1:] or recent)
-        if split is not None:
-            splits.append(split)
+        of_process = [step for step in numbered if step.process == numbered[-1].process]
+        if of_process:
+            by_rank[rank] = {int(step.step or 0): step for step in of_process[1:] or of_process}
+    # Lines wait in memory for a while, so that files end with different steps: only the same ones can be compared.
+    common = set.intersection(*(set(steps) for steps in by_rank.values())) if by_rank else set()
+    splits = []
+    for rank, steps in by_rank.items():
+        chosen = sorted(common or steps)[-count:]
+        splits.append(_split(rank, [steps[number] for number in chosen]))
     return splits
 
 
-def _split(rank: int, steps: Sequence[StepTime]) -> RankSplit | None:
-    if not steps:
-        return None
+def _split(rank: int, steps: Sequence[StepTime]) -> RankSplit:
     by_kind = dict.fromkeys(KINDS, 0.0)
     by_axis: dict[str, float] = {}
     for step in steps:
@@ -235,7 +244,8 @@ def _split(rank: int, steps: Sequence[StepTime]) -> RankSplit | None:
             if axis:
                 by_axis[axis] = by_axis.get(axis, 0.0) + seconds
     median_s = statistics.median(step.ns for step in steps) / 1e9
-    return RankSplit(rank, len(steps), steps[-1].step or 0, sum(by_kind.values()), by_kind, median_s, by_axis)
+    own = tuple(sum(ns for kind, ns in step.by_kind.items() if not kind.startswith(WAITING)) / 1e9 for step in steps)
+    return RankSplit(rank, len(steps), steps[-1].step or 0, sum(by_kind.values()), by_kind, median_s, own, by_axis)
 
 
 def slow_rank(splits: Sequence[RankSplit]) -> SlowRank | None:
@@ -245,7 +255,7 @@ def slow_rank(splits: Sequence[RankSplit]) -> SlowRank | None:
     slowest = max(splits, key=lambda split: split.own_s)
     others = [split for split in splits if split is not slowest]
     own_excess_s = slowest.own_s - statistics.median(split.own_s for split in others)
-    if own_excess_s < max(_LEAST_S, _LEAST_SHARE * slowest.seconds):
+    if own_excess_s < max(_LEAST_S, _LEAST_SHARE * slowest.seconds) or _is_noise(slowest, others):
         return None
     excess = {}
     for kind in KINDS:
@@ -253,6 +263,17 @@ def slow_rank(splits: Sequence[RankSplit]) -> SlowRank | None:
             excess[kind] = slowest.by_kind[kind] - statistics.median(split.by_kind[kind] for split in others)
     kind = max(excess, key=lambda kind: excess[kind])
     return SlowRank(slowest.rank, kind, excess[kind], own_excess_s, slowest.seconds)
+
+
+def _is_noise(slowest: RankSplit, others: Sequence[RankSplit]) -> bool:
+    """Return whether a rank's excess is no more than three standard errors, as far as single steps are known."""
+    rows = [split.own_steps_s for split in others]
+    if len(slowest.own_steps_s) < 2 or any(len(row) != len(slowest.own_steps_s) for row in rows):
+        return False
+    usual = [statistics.median(of_step) for of_step in zip(*rows, strict=True)]
+    excess: list[float] = [own - other for own, other in zip(slowest.own_steps_s, usual, strict=True)]
+    error = statistics.stdev(excess) / math.sqrt(len(excess))
+    return bool(statistics.fmean(excess) < _ERRORS * error)
 
 
 def table(splits: Sequence[RankSplit], most: int = 16) -> list[str]:

@@ -218,6 +218,7 @@ class LoopJob(Job):
         self.shard_frozen = shard_frozen
         self.seed = seed
         self.is_updated = False  # an optimizer has stepped since the last step ended
+        self.stepped: set[int] = set()  # which have
         self.is_scaled = False  # a GradScaler has scaled a loss of this step
         self.is_skipped = False  # gradients have overflown in this step
         self.norm: float | None = None
@@ -304,8 +305,10 @@ class LoopJob(Job):
         def after(optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
             self.parallel.end_update(number)
             self._note_update()
-            # Of several, as in a GAN, the loop goes on to the next one's loss.
-            TIMES.switch(OTHER if len(self.objects.optimizers) == 1 else FORWARD)
+            self.stepped.add(number)
+            # Of several, as in a GAN, the loop goes on to the next one's loss; without a loader, to its next batch.
+            is_last = len(self.stepped) == len(self.objects.optimizers)
+            TIMES.switch(OTHER if is_last and self.cut is not None else FORWARD)
 
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
@@ -782,6 +785,7 @@ class LoopJob(Job):
         self._write_step()
         self.norm = None
         self.is_scaled = self.is_skipped = False
+        self.stepped.clear()
         self.samples = self.batches_seen = 0
         self.parallel.observers.parameters_updated(self.parallel.named(), self.optimizer)
         self._begin_timing()

@@ -29,9 +29,9 @@ import psutil
 
 import paceline
 from paceline.comm import api
-from paceline.run.asked import FOLDER as ASKED
+from paceline.comm.step_times import TIMES
 from paceline.run.asked import POLL_S as ASKED_S
-from paceline.run.asked import question_in
+from paceline.run.asked import questions_in
 from paceline.run.supervise.stalls import DEFAULT_S, FOLDER, notice_time
 from paceline.train import job as jobs
 
@@ -72,7 +72,7 @@ class Watchdog:
         self.run_dir = run_dir
         self.folder = run_dir / FOLDER
         self.rank = rank
-        self.question = ""  # that was answered last
+        self.answered: set[str] = set()  # the questions' names
         self.pace_s = min(notice_s or DEFAULT_S, DEFAULT_S)
         self.path = self.folder / f"{rank}.json"
         self.over = threading.Event()
@@ -114,16 +114,16 @@ class Watchdog:
                 is_written = self._write(stalled_s, time.process_time() - cpu_s)
 
     def _answer(self, before: tuple[int, int], since_s: float, cpu_s: float) -> None:
-        """Answer the question that stands in the run directory, once.
+        """Answer the questions that stand in the run directory, each once.
 
         Args:
             before: the progress at the last look.
             since_s, cpu_s: when it was seen first, and the seconds of the processor that were used up to then.
         """
-        question = question_in(self.run_dir)
-        if not question or question == self.question:
+        questions = [path for path in questions_in(self.run_dir) if path.name not in self.answered]
+        if not questions:
             return
-        self.question = question
+        self.answered.update(path.name for path in questions)
         if progress() != before:
             since_s, cpu_s = time.monotonic(), time.process_time()
         states = []
@@ -135,8 +135,9 @@ class Watchdog:
             job.times_file.flush()
         stalled_s = time.monotonic() - since_s
         answer = self._report(stalled_s, time.process_time() - cpu_s)
-        answer |= {"question": question, "states": "".join(states), **_of_process()}
-        self._put(answer, self.run_dir / ASKED)
+        answer |= {"states": "".join(states), "work": TIMES.kind, **_of_process()}
+        for path in questions:
+            self._put(answer, path)
 
     def _report(self, stalled_s: float, cpu_s: float) -> dict[str, Any]:
         return {"rank": self.rank, "at": time.time_ns() / 1e9, "stalled_s": stalled_s, "cpu_s": cpu_s, **standing()}
