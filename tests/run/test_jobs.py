@@ -165,6 +165,38 @@ def test_one_process_that_leaves_with_exit_code_0_is_not_done(tmp_path):
     assert "rank 0's process ended with exit code 0 before the end of its file" in ended.err
 
 
+ARGUMENTS = """
+if __name__ == "__main__":
+    import argparse
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rate", type=float)
+    parser.parse_args()
+    sys.exit(os.environ.get("TEST_WORDS") or int(os.environ["TEST_CODE"]))
+"""
+# The file's arguments, variables; the exit code, and what is said.
+EXITS = {
+    "a bad argument": (
+        ["--rate", "x"],
+        {},
+        2,
+        ["argument --rate: invalid float value: 'x'", "ended by sys.exit(2) at"],
+    ),
+    "a code": ([], {"TEST_CODE": "75"}, 1, ["ended by sys.exit(75) at"]),
+    "a text": ([], {"TEST_WORDS": "no licence"}, 1, ["ended by sys.exit('no licence') at"]),
+}
+
+
+@pytest.mark.parametrize("case", EXITS)
+def test_a_file_that_ends_itself_is_told_without_a_traceback(case, tmp_path):
+    arguments, variables, code, said = EXITS[case]
+    file = write_workload(tmp_path, loop=ARGUMENTS)
+    ended = paceline(tmp_path, "run", "-n", "2", "--job", "a", file, *arguments, **variables)
+    assert ended.code == code, ended.err
+    for text in said:
+        assert text in ended.out + ended.err
+    assert "Traceback" not in ended.err + ended.out
+
+
 def test_all_ranks_may_leave_together_by_exit_code_0(tmp_path):
     loop = LOOP + "        if job.step_number == 6: sys.exit(0)\n"
     ended = paceline(tmp_path, "run", "-n", "2", "--job", "a", "--json", write_workload(tmp_path, loop=loop))

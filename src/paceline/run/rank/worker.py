@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from paceline.comm import api
 from paceline.launch.orphans import die_with_parent
-from paceline.nouns.errors import DataError, PacelineError, PeerLostError, WorkloadError
+from paceline.nouns.errors import MEETS_NOT, DataError, PacelineError, PeerLostError, WorkloadError
 from paceline.run.rank.process_exit import exit_process
 from paceline.run.rank.watchdog import begin_watching
 from paceline.train import job as jobs
@@ -137,6 +137,12 @@ def _failure(error: BaseException, rank: int) -> dict[str, Any]:
     for frame in traceback.extract_tb(error.__traceback__):
         if _is_user_code(frame.filename):
             failure["where"] = f"{frame.filename}:{frame.lineno}"  # of several the innermost, which comes last
+    if isinstance(error, SystemExit):
+        # It has said what it had to say, as argparse does; a traceback would hide that.
+        failure["traceback"] = ""
+        at = f" at {failure['where']}" if failure["where"] else ""
+        failure["message"] = f"rank {rank} ended by sys.exit({error.code!r}){at}"
+        failure["exit_code"] = MEETS_NOT if error.code == MEETS_NOT else 1  # others may mean something to a launcher
     return failure
 
 
