@@ -66,3 +66,10 @@ def test_bench_jobs_runs_every_library_alone_and_beside_busy_processes(tmp_path)
     assert len(result["rows"]) == 8
     assert all(row["samples_per_s"] > 0 and row["whole_s"] > 0 for row in result["rows"])
     assert len(result["ratios"]) == 6
+
+
+def test_bench_observe_measures_what_the_times_cost(tmp_path):
+    result = measured(tmp_path, "observe")
+    assert result["pairs"] == 20
+    assert -0.2 < result["ratios"]["overhead"] < 0.2
+    assert result["step_s"].keys() == {"with", "without"}
