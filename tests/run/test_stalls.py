@@ -196,7 +196,9 @@ def test_a_notice_time_of_the_environment_that_is_none_is_refused(text):
 def test_when_the_same_is_told_again(stalls, notice_s, again):
     made = stalls(waiting(0))
     made.notice_s = notice_s
-    assert again in made.look(1001.0, {})[-1]
+    *_, more, last = made.look(1001.0, {})
+    assert again in last
+    assert more == f"  More: paceline why {made.run_dir}"
 
 
 def test_a_nodes_supervisor_misses_ranks_of_other_nodes_too(tmp_path):

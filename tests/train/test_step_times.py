@@ -214,6 +214,23 @@ def test_a_full_disk_ends_no_training(tmp_path, monkeypatch):
     assert (tmp_path / "times/0.jsonl").stat().st_size == before
 
 
+def test_a_loop_that_sends_many_messages_and_a_large_file_keep_no_more_spans(times, tmp_path, monkeypatch):
+    monkeypatch.setattr("paceline.comm.step_times.MOST_SPANS", 3)
+    monkeypatch.setattr("paceline.train.times_file._MOST_BYTES", 400)
+    file = TimesFile(tmp_path, 0)
+    for number in range(1, 6):
+        for _ in range(10):
+            with Timed(FORWARD):
+                pass
+        file.end_step(number)
+        file.flush()
+    file.close()
+    steps = [step for step in read_steps(tmp_path / "times/0.jsonl") if step.step is not None]
+    assert [step.step for step in steps] == [1, 2, 3, 4, 5]
+    assert len(steps[0].spans) == 3
+    assert len(steps[-1].spans) == 0
+
+
 def test_lines_wait_half_a_second_at_most(tmp_path, monkeypatch):
     file = TimesFile(tmp_path, 0)
     path = tmp_path / "times/0.jsonl"

@@ -24,6 +24,7 @@ BUBBLE = "bubble"  # a stage of the pipeline waits for another
 OPTIMIZER = "optimizer"
 CHECKPOINT = "checkpoint"
 EVALUATION = "evaluation"
+MOST_SPANS = 10_000  # of a step: a loop may send any number of messages in one
 # What is waited for inside of these belongs to them.
 _WHOLE = (CHECKPOINT, EVALUATION)
 
@@ -132,7 +133,7 @@ class Timed:
         if self._before is None:
             return
         TIMES.leave(self._before)
-        if TIMES.spans is not None:
+        if TIMES.spans is not None and len(TIMES.spans) < MOST_SPANS:
             TIMES.spans.append(Span(self._kind, self._name, self._begin_ns, TIMES.since_ns, self._peer, self._tag))
 
 

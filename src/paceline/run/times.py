@@ -18,7 +18,7 @@ KINDS = (
 )  # fmt: skip
 WAITING = ("communication", "bubble")  # in which a rank may wait for another
 RECENT = 50  # steps that are averaged
-_TAIL_BYTES = 2**20
+_TAIL_BYTES = 2**18
 _HEAD = b'{"version":'
 _LEAST_S = 0.001
 _ERRORS = 3
@@ -139,7 +139,7 @@ def read_steps(path: Path, tail_only: bool = False) -> Iterator[StepTime]:
 
     Args:
         path: of the file.
-        tail_only: read no more than its last MiB.
+        tail_only: read no more than its last 256 KiB.
     """
     process = Process(int(path.stem) if path.stem.isdecimal() else -1)
     is_known = True

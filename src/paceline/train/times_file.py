@@ -24,7 +24,7 @@ FOLDER = "times"
 _FLUSH_NS = 500_000_000
 _FIRST_STEPS = 20  # whose spans are kept
 _EVERY = 100  # and those of every such step
-_MOST_BYTES = 2**28  # of a rank's file
+_MOST_BYTES = 2**26  # of a rank's file: larger ones get no more spans
 
 
 class TimesFile:
@@ -50,7 +50,8 @@ class TimesFile:
         with contextlib.suppress(OSError):  # a full disk: events say so, and training goes on
             (run_dir / FOLDER).mkdir(exist_ok=True)
             self.file = (run_dir / FOLDER / f"{rank}.jsonl").open("ab", buffering=0)
-            if self.file.tell():
+            self.bytes = self.file.tell()
+            if self.bytes:
                 self._write(b"\n")  # after a line that a killed process has begun
         process = {"host": socket.gethostname(), "pid": os.getpid(), "boot": _boot()}
         self._put({"version": VERSION, "rank": rank, **process, **_clocks()})
@@ -66,7 +67,7 @@ class TimesFile:
                 line["spans"] = spans
             self._put(line)
             keeps = step < _FIRST_STEPS or (step + 1) % _EVERY == 0
-            TIMES.spans = [] if keeps else None
+            TIMES.spans = [] if keeps and self.bytes < _MOST_BYTES else None
         self.begin_ns = TIMES.since_ns
         return {kind: round(ns / 1e9, 6) for kind, ns in taken.items()}
 
@@ -86,8 +87,7 @@ class TimesFile:
             self.flushed_ns = time.perf_counter_ns()
             content = "".join(self.lines).encode()
             self.lines.clear()
-            if self.bytes < _MOST_BYTES:
-                self._write(content)
+            self._write(content)
 
     def _put(self, line: dict[str, Any]) -> None:
         text = json.dumps(line, separators=(",", ":")) + "\n"
@@ -101,8 +101,8 @@ class TimesFile:
             return
         try:
             self.bytes += self.file.write(content)
-        except OSError:  # the disk is full: the record has gaps
-            self.bytes = self.file.tell()
+        except OSError:
+            return  # the disk is full: the record has gaps
 
 
 def _clocks() -> dict[str, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,7 +75,8 @@ class Stalls:
         pause_s = max(2 * pause_s, _AGAIN * self.notice_s)
         self.notices[key] = (now, pause_s)
         self.is_told = True
-        return _notice(self.reports, longest_s, self._missing(pids), pause_s)
+        lines = _notice(self.reports, longest_s, self._missing(pids), pause_s)
+        return [*lines[:-1], f"  More: paceline why {shlex.quote(str(self.run_dir))}", lines[-1]]
 
     def _notice_key(self) -> tuple[Any, ...]:
         """Return what tells one notice from another: the ranks that wait, with their calls and lines.
