@@ -67,14 +67,21 @@ def server():
         def do_POST(self):
             body = self.rfile.read(int(self.headers["Content-Length"]))
             self.server.got.append((self.headers["Authorization"], json.loads(body)))
+            self.server.paths.append(self.path)
             self.send_response(self.server.status)
+            self.send_header("Location", self.server.location)
+            self.end_headers()
+
+        def do_GET(self):
+            self.server.paths.append(self.path)
+            self.send_response(200)
             self.end_headers()
 
         def log_message(self, *words):
             pass
 
     served = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    served.got, served.status = [], 200
+    served.got, served.paths, served.status, served.location = [], [], 200, "/"
     thread = threading.Thread(target=served.serve_forever)
     thread.start()
     yield served
@@ -129,6 +136,15 @@ def test_a_controller_that_refuses_ends_nothing(status, server, tmp_path, monkey
     (tmp_path / "token").write_text("third")
     sink.close()
     assert len(server.got) == 2
+
+
+def test_a_token_follows_no_redirect(server, tmp_path):
+    environment = environment_of(server, tmp_path)
+    server.status, server.location = 302, environment["KUBEFLOW_TRAINER_SERVER_URL"] + "/elsewhere"
+    sink = TrainJobStatus(environment, None)
+    sink.write(step(1, 0.0))
+    assert [path for path in server.paths if path != "/status"] == []
+    assert len(server.got) == 1
 
 
 # Variables, and what is refused.

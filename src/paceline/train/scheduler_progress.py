@@ -156,8 +156,9 @@ class TrainJobStatus(_Scheduler):
                 "Content-Type": "application/json",
             }
             request = urllib.request.Request(self.url, json.dumps(self.body()).encode(), headers, method="POST")
-            # No proxy: the token is for the cluster's own controller.
-            handlers = [urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=self.context)]
+            # No proxy, and no other address: the token is for the cluster's own controller.
+            proxy, https = urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=self.context)
+            handlers = [proxy, https, _NoRedirects()]
             with urllib.request.build_opener(*handlers).open(request, timeout=_LIMIT_S) as answer:
                 answer.read()
 
@@ -171,6 +172,13 @@ class TrainJobStatus(_Scheduler):
         if self.progress.remaining_s is not None:
             status["estimatedRemainingSeconds"] = self.progress.remaining_s
         return {"trainerStatus": status}
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Takes an answer that names another address for an error."""
+
+    def redirect_request(self, *arguments: Any) -> None:
+        """Return nothing: no request is made."""
 
 
 class SlurmComment(_Scheduler):
