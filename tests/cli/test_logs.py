@@ -81,6 +81,21 @@ def test_torn_lines_are_passed_over_and_times_are_shown(tmp_path, capsys):
     assert lines[0][:8] == time.strftime("%H:%M:%S", time.localtime(10.5))
 
 
+def test_commands_to_a_terminal_are_not_handed_on(tmp_path, capsys, monkeypatch):
+    make_run(tmp_path, b"10.5 0\t\x1b[31mred\x1b[0m\ta\x1b]0;title\x07\n")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert main(["logs", "a", "--runs", str(tmp_path / "runs")]) == 0
+    assert capsys.readouterr().out == "[0] \x1b[31mred\x1b[0m\ta\ufffd]0;title\ufffd\n"
+
+
+def test_a_line_with_a_carriage_return_is_one(tmp_path, capsys):
+    folder = make_run(tmp_path, b"10.5 0\t90%\r100%\n")
+    (folder / "result.json").write_text('{"status": "done"}')
+    for words in ([], ["--follow"]):
+        assert main(["logs", "a", "--runs", str(tmp_path / "runs"), *words]) == 0
+        assert capsys.readouterr().out == "[0] 90%\r100%\n"
+
+
 # Words, and what the error says.
 REFUSED = {
     "no such rank": (["--rank", "2"], "it has the ranks 0 to 1, server 1"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from dataclasses import replace
@@ -18,7 +19,7 @@ from paceline.cli.why import page
 from paceline.run import causes as judgement
 from paceline.run.asked import FOLDER, ask
 from paceline.run.causes import causes
-from paceline.run.job_facts import Facts, RankFacts, collect
+from paceline.run.job_facts import ENDED, Facts, RankFacts, collect
 from paceline.run.summary import Run
 from paceline.run.times import KINDS, RankSplit
 
@@ -127,12 +128,12 @@ RULES = {
         [],
     ),
     "a long first step": (
-        Facts(run=replace(RUNNING, step=0), ranks=[own(cpu_s=30.0), own(cpu_s=30.0)], stands_s=30.0),
+        Facts(run=RUNNING, ranks=[own(cpu_s=30.0), own(cpu_s=30.0)], stands_s=30.0, is_first_step=True),
         [],
         [],
     ),
     "a very long first step": (
-        Facts(run=replace(RUNNING, step=0), ranks=[own(cpu_s=90.0)], stands_s=90.0),
+        Facts(run=RUNNING, ranks=[own(cpu_s=90.0)], stands_s=90.0, is_first_step=True),
         [("computing", (0,))],
         ["rank 0 in step 6 computes"],
     ),
@@ -155,6 +156,21 @@ RULES = {
         Facts(run=RUNNING, ranks=[RankFacts(0), RankFacts(1)], not_asked="runs/a can't be written (File exists)"),
         [("not asked", ())],
         ["the ranks can't be asked: runs/a can't be written"],
+    ),
+    "one rank's disk holds up the others": (
+        still(RankFacts(0, answer(waits_in="the writing of a checkpoint", line="train.py:30"))),
+        [("checkpoint", (3,))],
+        ["rank 3 waits until a checkpoint is written, and the others for that"],
+    ),
+    "a rank that has ended its job": (
+        Facts(run=RUNNING, ranks=[own(states="RRRR"), RankFacts(1, None, 7, "here", True, ENDED)], stands_s=9.0),
+        [],
+        [],
+    ),
+    "a restart": (
+        still(RankFacts(0, None, 7, "here", True, "gone"), quiet_s=3.0),
+        [],
+        [],
     ),
     "one worker's data alone": (slow({"data": 1}, {"data": 500}, servers=True), [], []),
     "a lock in Python": (
@@ -185,7 +201,7 @@ RULES = {
     ),
     "a checkpoint that is waited for": (
         Facts(run=RUNNING, stands_s=60.0, ranks=[RankFacts(0, answer(waits_in="the writing of a checkpoint"))]),
-        [("checkpoint", ())], ["rank 0 waits until a checkpoint is written"],
+        [("checkpoint", (0,))], ["rank 0 waits until a checkpoint is written"],
     ),
     "a full disk": (slow({}, {}, free_bytes=4096), [("full disk", ())], ["the disk of runs/a is full"]),
     "a checkpoint that failed": (
@@ -278,7 +294,7 @@ if __name__ == "__main__":
         while is_wanted("lock"):
             lock.acquire(timeout=0.5)
         if is_wanted("native"):
-            ctypes.PyDLL(None).sleep(4)
+            ctypes.PyDLL(None).sleep(6)
             wanted.unlink(missing_ok=True)
         if is_wanted("slow"):
             time.sleep(0.03)
@@ -322,7 +338,7 @@ INJECTED = {
 @pytest.mark.parametrize("name", INJECTED)
 def test_an_injected_cause_is_named(name, job, monkeypatch):
     monkeypatch.setattr(judgement, "_STILL_S", 0.5)
-    monkeypatch.setattr("paceline.run.job_facts.ANSWER_S", 2.0)
+    monkeypatch.setattr("paceline.run.job_facts.ANSWER_S", 1.5)
     expected, words = INJECTED[name]
     inject(job, name)
     time.sleep(2.0 if name == "slow" else 1.5)
@@ -415,6 +431,34 @@ def test_what_is_no_run_is_refused(case, command, tmp_path, capsys):
     make(tmp_path)
     assert main([command, "a", "--runs", str(tmp_path / "runs")]) == 2
     assert found in capsys.readouterr().err
+
+
+def write_times(folder, *lines, started_s=0.0):
+    (folder / "times").mkdir()
+    (folder / "times/0.jsonl").write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+    (folder / "job.json").write_text(json.dumps({"version": 1, "script": "a.py", "ranks": 1}))
+    os.utime(folder / "job.json", (started_s, started_s))
+
+
+# Lines of a rank's times, when the job was started, and what is known of its process, which has gone.
+GONE = 2**22 + 1  # no process has such a number
+PROCESS = {"version": 1, "rank": 0, "host": socket.gethostname(), "pid": GONE, "monotonic_ns": 0, "wall_ns": 10**18}
+PROCESSES = {
+    "of this start": ([PROCESS], 1e9 - 1, (GONE, "gone")),
+    "of an earlier start": ([PROCESS], 1e9 + 60, (0, "")),
+    "that has ended": ([PROCESS, {"step": None, "ns": {}}], 1e9 - 1, (GONE, ENDED)),
+    "that began anew": ([PROCESS, {"step": None, "ns": {}}, PROCESS], 1e9 - 1, (GONE, "gone")),
+    "of which nothing is known": ([], 1e9, (0, "")),
+}
+
+
+@pytest.mark.parametrize("case", PROCESSES)
+def test_the_process_of_a_rank(case, tmp_path, monkeypatch):
+    monkeypatch.setattr("paceline.run.job_facts.ANSWER_S", 0.0)
+    lines, started_s, (pid, state) = PROCESSES[case]
+    write_times(tmp_path, *lines, started_s=started_s)
+    (rank,) = collect(tmp_path).ranks
+    assert (rank.pid, rank.state) == (pid, state)
 
 
 def test_an_answer_of_another_question_does_not_count(tmp_path):

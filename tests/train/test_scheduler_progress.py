@@ -13,6 +13,7 @@ import pytest
 from paceline.nouns.errors import UsageError
 from paceline.train import scheduler_progress
 from paceline.train.scheduler_progress import Progress, SlurmComment, TrainJobStatus, scheduler_sinks
+from paceline.train.sinks import open_sinks
 
 from support.jobs import paceline, write_workload
 
@@ -168,8 +169,16 @@ def test_what_would_leak_the_token_is_refused(case):
         TrainJobStatus(environment, None)
 
 
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_controller_without_what_it_needs_ends_no_job(case, capfd):
+    environment, found = REFUSED[case]
+    assert open_sinks(scheduler_sinks(environment), None) == []
+    assert found in capfd.readouterr().err
+
+
 SCONTROL = """#!/bin/sh
 if [ "$1" = show ]; then
+    if [ {status} = 2 ]; then exit 1; fi
     printf '%s\n' 'JobId=77 JobName=a AdminComment=x {comment} StdErr=/tmp/a'
     exit 0
 fi
@@ -201,7 +210,13 @@ def test_slurms_comment_has_the_step(status, tmp_path):
 
 
 # What `scontrol show job` says, and how often the comment is changed.
-COMMENTS = {"": 2, "Comment=": 2, "Comment=paceline b: step 3/9, loss 1": 2, "Comment=project 12": 0}
+COMMENTS = {
+    "Comment=paceline project": 0,
+    "": 2,
+    "Comment=": 2,
+    "Comment=paceline b: step 3/9, loss 1": 2,
+    "Comment=project 12": 0,
+}
 
 
 @pytest.mark.parametrize("comment", COMMENTS)
@@ -213,6 +228,14 @@ def test_a_comment_of_somebody_else_stays(comment, tmp_path, monkeypatch):
     sink.write(step(2, 0.0))
     log = program.parent / "log"
     assert (log.read_text().count("update") if log.exists() else 0) == COMMENTS[comment]
+
+
+def test_where_slurm_does_not_answer_no_comment_is_changed(tmp_path):
+    program = scontrol(tmp_path / "bin", status=2, comment="Comment=project 12")
+    sink = SlurmComment("77", str(program), None)
+    sink.write(step(1, 0.0))
+    assert not (program.parent / "log").exists()
+    assert sink.is_free is None  # it is asked again
 
 
 def test_scontrol_that_hangs_is_given_up(tmp_path, monkeypatch):

@@ -3,7 +3,7 @@
 paceline logs JOB                   all of it, with the rank before each line
 paceline logs JOB --rank 1          that of one rank
 paceline logs JOB --last 20         the last 20 lines
-paceline logs JOB --follow          and what comes, until the job has ended
+paceline logs JOB --follow          and what comes, until the job has ended, or was killed and is silent
 
 JOB is a run's name in the folder of --runs, or the path of its run directory. The output of jobs that mpirun or srun
 started is where those print it.
@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from paceline.nouns.errors import UsageError
+from paceline.nouns.table import without_commands
 from paceline.run.output import FILE, Line, parse_line, read_lines
-from paceline.run.summary import RUNNING, SILENT, find_folder, read_run
+from paceline.run.summary import QUIET_S, RUNNING, SILENT, find_folder, read_run
 
 _LOOK_S = 0.2
 
@@ -50,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     _check_rank(folder, path, arguments.rank)
     end = path.stat().st_size if path.exists() else 0
-    lines: Iterable[Line] = read_lines(path, arguments.rank)
+    lines: Iterable[Line] = read_lines(path, arguments.rank, end)
     for line in lines if arguments.last is None else deque(lines, arguments.last):
         print(_shown(line, arguments))
     if arguments.follow:
@@ -84,7 +86,7 @@ def _following(folder: Path, offset: int) -> Iterator[Line]:
             content = b""
         whole = content[: content.rfind(b"\n") + 1]
         offset += len(whole)
-        for text in whole.splitlines():
+        for text in whole.split(b"\n")[:-1]:  # a line may have other ends of lines in it
             line = parse_line(text)
             if line is not None:
                 yield line
@@ -94,11 +96,18 @@ def _following(folder: Path, offset: int) -> Iterator[Line]:
 
 
 def _runs(folder: Path) -> bool:
-    return read_run(folder).status in (RUNNING, SILENT)
+    status = read_run(folder).status
+    if status != SILENT:
+        return status == RUNNING
+    try:  # killed, or in a long step: by its output
+        return time.time_ns() / 1e9 - (folder / FILE).stat().st_mtime < QUIET_S
+    except OSError:
+        return False
 
 
 def _shown(line: Line, arguments: argparse.Namespace) -> str:
     if arguments.json:
         return json.dumps({"at": line.at, "rank": line.source, "text": line.text})
     at = f"{time.strftime('%H:%M:%S', time.localtime(line.at))} " if arguments.time else ""
-    return f"{at}[{line.source}] {line.text}"
+    text = without_commands(line.text) if sys.stdout.isatty() else line.text
+    return f"{at}[{line.source}] {text}"

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.nouns.errors import UsageError
-from paceline.nouns.table import aligned
+from paceline.nouns.table import aligned, printable
 from paceline.run import summary
 from paceline.run.summary import Details, Run
 
@@ -257,16 +257,11 @@ def _details_as_json(details: Details) -> dict[str, Any]:
 def _print(lines: Sequence[str]) -> None:
     """Print lines whose texts come from files and names of folders."""
     for line in lines:
-        print(_text(line).rstrip())
+        print(printable(line).rstrip())
 
 
 def _finite(losses: Sequence[float]) -> list[float]:
     return [loss for loss in losses if math.isfinite(loss)]
-
-
-def _text(text: str) -> str:
-    """Return a text without what a terminal would take for a command."""
-    return "".join(each if each.isprintable() else "�" for each in text)
 
 
 def _when(at: float) -> str:

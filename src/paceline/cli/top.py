@@ -1,6 +1,6 @@
 """Show a job live: steps, speed, time left, and where each rank's time goes.
 
-paceline top JOB             redraws every second until Ctrl-C, or the job's end
+paceline top JOB             redraws every second until Ctrl-C, or the job's end; one that was killed is silent
 paceline top JOB --once      prints it once; so does a pipe
 
 JOB is a run's name in the folder of --runs, or the path of its run directory. All of it is read from files.
@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from paceline.nouns.table import printable
 from paceline.run import summary, times
 from paceline.run.summary import Run, find_folder, read_run
 from paceline.run.supervise.progress import decoded, duration, speed
@@ -40,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(_facts(folder)))
         return 0
     if arguments.once or not sys.stdout.isatty():
-        print("\n".join(_lines(folder, read_run(folder))))
+        print("\n".join(map(printable, _lines(folder, read_run(folder)))))
         return 0
     while True:
         if not (folder / "job.json").exists():
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
             return 1
         job = read_run(folder)
         size = shutil.get_terminal_size()
-        lines = [line[: size.columns - 1] for line in _lines(folder, job, size.lines - 6)][: size.lines - 1]
+        lines = [printable(line)[: size.columns - 1] for line in _lines(folder, job, size.lines - 6)][: size.lines - 1]
         # Home, each line with the rest of it cleared, then the rest of the screen: it does not flicker.
         print("\x1b[H" + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J", end="", flush=True)
         if job.status not in (summary.RUNNING, summary.SILENT):

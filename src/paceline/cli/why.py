@@ -13,6 +13,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from paceline.nouns.table import printable
 from paceline.run import times
 from paceline.run.causes import Cause, causes
 from paceline.run.job_facts import Facts, RankFacts, collect
@@ -37,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(_as_json(facts, found)))
         return 0
-    print("\n".join(page(facts, found)))
+    print("\n".join(map(printable, page(facts, found))))
     return 0
 
 

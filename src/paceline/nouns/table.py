@@ -5,7 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+_COLOUR = re.compile(r"(\x1b\[[0-9;]*m)")
 _COLUMN = re.compile(r"\{(?::([<>])(\d*))?\}")
+
+
+def printable(text: str) -> str:
+    """Return a text without what a terminal would take for a command, or for the end of a line."""
+    return "".join(each if each.isprintable() else "\ufffd" for each in text)
+
+
+def without_commands(text: str) -> str:
+    """Return a text without what a terminal would take for a command, but for colours and tabs."""
+    parts = _COLOUR.split(text)
+    return "".join(part if at % 2 else "\t".join(map(printable, part.split("\t"))) for at, part in enumerate(parts))
 
 
 def aligned(rows: Iterable[Sequence[object]], form: str) -> list[str]:

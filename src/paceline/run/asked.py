@@ -8,6 +8,7 @@ stopped, and several may ask at once.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import shutil
 import time
@@ -18,9 +19,16 @@ from paceline.nouns.errors import ReadError
 from paceline.nouns.reading import read_json
 
 FOLDER = "asked"  # in the run directory
-POLL_S = 0.5  # seconds between two looks of a rank, at most
+_POLL_S = 0.5
+_MANY_RANKS = 64
+_MOST_POLL_S = 5.0
 _LOOK_S = 0.05
 _OLD_S = 3600.0  # a question of which nobody has removed the folder is no longer answered; clocks may differ
+
+
+def poll_s(ranks: int) -> float:
+    """Return the seconds between two looks of a rank: all ranks of a large job look at one file system."""
+    return min(_MOST_POLL_S, _POLL_S * max(1.0, ranks / _MANY_RANKS))
 
 
 def questions_in(run_dir: Path) -> list[Path]:
@@ -44,15 +52,14 @@ def ask(run_dir: Path, ranks: int, limit_s: float) -> dict[int, dict[str, Any]]:
     Args:
         run_dir: of the job.
         ranks: how many there are.
-        limit_s: seconds to wait for those that have not answered.
+        limit_s: seconds to wait for those that have not answered, beside the time in which they look.
 
     Raises:
         OSError: the run directory can't be written.
     """
-    folder = run_dir / FOLDER / secrets.token_hex(8)
-    folder.mkdir(parents=True)
+    folder = _make_folder(run_dir)
     answers: dict[int, dict[str, Any]] = {}
-    until_s = time.monotonic() + limit_s
+    until_s = time.monotonic() + limit_s + poll_s(ranks)
     try:
         while len(answers) < ranks and time.monotonic() < until_s:
             time.sleep(_LOOK_S)
@@ -65,6 +72,19 @@ def ask(run_dir: Path, ranks: int, limit_s: float) -> dict[int, dict[str, Any]]:
         with contextlib.suppress(OSError):  # another asks
             (run_dir / FOLDER).rmdir()
     return answers
+
+
+def _make_folder(run_dir: Path) -> Path:
+    folder = run_dir / FOLDER / secrets.token_hex(8)
+    try:
+        folder.mkdir(parents=True)
+    except FileNotFoundError:  # another who asked has just removed the folder above
+        folder.mkdir(parents=True)
+    owner = run_dir.stat()
+    with contextlib.suppress(OSError):  # root asks: the ranks are to write there
+        for path in (folder.parent, folder):
+            os.chown(path, owner.st_uid, owner.st_gid)
+    return folder
 
 
 def _answer(path: Path) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from paceline.run.job_facts import ANSWER_S, BUSY, Facts, RankFacts
+from paceline.run.job_facts import ANSWER_S, BUSY, ENDED, Facts, RankFacts
 from paceline.run.times import RankSplit, sentence, slow_rank
 
 _STILL_S = 3.0  # without progress: a rank that has had none for so long stands still
@@ -23,6 +23,7 @@ _MOST_SHOWN = 8  # ranks
 _CORES_RATIO = 1.3  # both passes take so much longer on a rank with fewer cores
 _LOADER = "torch/utils/data/"
 _LOADER_FRAMES = 16  # a batch comes through a queue, by way of several modules
+_RESTARTS_S = 15.0
 _STARTS_S = 60.0  # a rank that starts imports torch
 _GRACE_S = 20.0  # in which ranks that wait for nobody are left alone
 _FIRST_STEP_S = 60.0  # the same in the first step
@@ -78,11 +79,13 @@ _STANDING = frozenset(
 def _of_processes(facts: Facts) -> Iterator[Cause]:
     """Yield what is wrong with processes that do not answer."""
     for state, name, text, fix in _STATES:
+        if name == "gone" and facts.quiet_s < _RESTARTS_S:
+            continue  # it may be started again just now
         ranks = tuple(rank.rank for rank in facts.ranks if rank.answer is None and rank.state in state)
         if ranks:
             yield Cause(name, ranks, f"{_named(ranks)}: {text}", fix)
-    silent = [rank for rank in facts.ranks if rank.answer is None and not _is_judged(rank)]
-    if facts.age_s < _STARTS_S:  # a rank answers as soon as it runs the file
+    silent = [rank for rank in facts.ranks if rank.answer is None and rank.state != ENDED and not _is_judged(rank)]
+    if min(facts.age_s, facts.quiet_s) < _STARTS_S:  # a rank answers as soon as it runs the file
         silent = [rank for rank in silent if rank.pid]
     native = tuple(rank.rank for rank in silent if rank.is_here and rank.state)
     if native:
@@ -125,7 +128,11 @@ def _of_waits(facts: Facts) -> Iterator[Cause]:
         text = f"{_named(ranks)} left the loop after step {left[0].answer['steps_done']}, while the others go on"  # type: ignore[index]
         yield Cause("left", ranks, text, "let every rank take equally many steps: leave the loop on all, or on none")
         return
-    if others and not waiting and facts.stands_s < (_GRACE_S if facts.run.step else _FIRST_STEP_S):
+    at_disk = [rank for rank in waiting if "checkpoint" in str(rank.waits_in)]
+    if at_disk and len(at_disk) < len(answered):
+        yield _checkpoint(at_disk, len(waiting) > len(at_disk))
+        return
+    if others and not waiting and facts.stands_s < (_FIRST_STEP_S if facts.is_first_step else _GRACE_S):
         return  # a long step, a compilation or slow data: nobody waits for another
     if others:
         yield from _of_those_that_do_not_wait(others, waiting)
@@ -140,11 +147,19 @@ def _of_waits(facts: Facts) -> Iterator[Cause]:
             text = f"all workers wait for an answer of the parameter servers, at {line}"
             yield Cause("servers", (), text, "see `paceline server status JOB`")
         elif call is not None and "checkpoint" in call:
-            text = f"{_named(tuple(rank.rank for rank in waiting))} waits until a checkpoint is written"
-            yield Cause("checkpoint", (), text, "look at the disk's speed; write checkpoints less often")
+            yield _checkpoint(waiting, False)
         elif len(waiting) == len(facts.ranks):
             text = f"all ranks wait in {call}, at {line}: its shapes or dtypes differ, or the network lets nothing pass"
             yield Cause("same call", (), text, "print the shapes before it; `paceline doctor` tries the network")
+
+
+def _checkpoint(at_disk: Sequence[RankFacts], holds_up: bool) -> Cause:
+    """Return that ranks wait until a checkpoint is written."""
+    ranks = tuple(rank.rank for rank in at_disk)
+    text = f"{_named(ranks)} wait{'s' * (len(ranks) == 1)} until a checkpoint is written"
+    if holds_up:
+        text += ", and the others for that"
+    return Cause("checkpoint", ranks, text, "look at the disk's speed; write checkpoints less often")
 
 
 def _different_calls(waiting: Sequence[RankFacts], calls: Counter[tuple[str | None, str]]) -> Cause:

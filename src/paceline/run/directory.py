@@ -1,7 +1,7 @@
 """The run directory: everything that others may read of a job.
 
 runs/JOB/plan.json  job.json  events.jsonl  failures/RANK.json  stalls/RANK.json  ended/RANK  checkpoints/step-N/
-         result.json
+         result.json  times/RANK.jsonl  output.log  asked/ID/RANK.json
 
 plan.json and job.json are written before the ranks start, and result.json after they have ended; the rest is written by
 the ranks and the processes above them.

@@ -9,24 +9,30 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from paceline.nouns.reading import fault_of
+from paceline.nouns.reading import COUNT, fault_of
 from paceline.run.asked import ask
 from paceline.run.summary import RUNNING, SILENT, Run, read_run, result_failure
 from paceline.run.supervise.progress import decoded
 from paceline.run.times import RankSplit, files_of, newest_process, recent_splits
 
 ANSWER_S = 4.0  # a rank looks for a question twice a second; its thread may wait for a busy core
+_CLOCKS_S = 5.0  # by which clocks of hosts may differ
 _CPU_S = 0.3  # over which the use of a core is measured
 BUSY = 0.3  # cores: who uses more computes
 _JUMP_S = 5.0  # by which two events are further apart than the step between them took, or closer
 _TAIL_BYTES = 2**18
-_FORM = {"step": (int, None), "steps_done": int, "stalled_s": float, "cpu_s": float, "stack": list, "cores?": int}
+_FORM = {
+    "step": (COUNT, None), "steps_done": COUNT, "stalled_s": float, "cpu_s": float, "stack": [[(str, COUNT)]],
+    "cores?": COUNT, "pid?": COUNT, "host?": str, "waits_in": (str, None), "line": (str, None),
+}  # fmt: skip
+_FRAME_PARTS = 3
+ENDED = "ended"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +44,8 @@ class RankFacts:
         answer: what it says of itself; None: it did not answer.
         pid, host: of its process; 0 and "" where it never wrote them.
         is_here: the process can be looked at: it runs, or ran, on this host.
-        state: of the process, as psutil names it, such as "running" or "stopped"; "gone" where there is none.
+        state: of the process, as psutil names it, such as "running" or "stopped"; "gone" where there is none, ENDED
+            where it has ended its job.
         cpu: cores that it uses, where it did not answer.
     """
 
@@ -104,6 +111,8 @@ class Facts:
         servers: the plan has parameter servers, so workers need not wait for each other.
         not_asked: why the ranks could not be asked; None: they were.
         age_s: seconds since the job was started.
+        quiet_s: seconds since the newest event.
+        is_first_step: this start of the job has not ended a step.
     """
 
     run: Run
@@ -117,6 +126,8 @@ class Facts:
     servers: bool = False
     not_asked: str | None = None
     age_s: float = 3600.0
+    quiet_s: float = 3600.0
+    is_first_step: bool = False
 
 
 def collect(folder: Path) -> Facts:
@@ -130,7 +141,7 @@ def collect(folder: Path) -> Facts:
             answers = {rank: answer for rank, answer in ask(folder, run.ranks, ANSWER_S).items() if _is_whole(answer)}
         except OSError as error:  # such as of a full disk
             not_asked = f"{folder} can't be written ({error.strerror})"
-    ranks = [_rank_facts(folder, rank, answers.get(rank)) for rank in range(run.ranks)] if is_open else []
+    ranks = _ranks(folder, run, answers) if is_open else []
     events = _newest_events(folder)
     return Facts(
         run=run,
@@ -144,37 +155,74 @@ def collect(folder: Path) -> Facts:
         servers="server=" in run.plan,
         not_asked=not_asked,
         age_s=max(0.0, time.time_ns() / 1e9 - run.started),
+        quiet_s=_quiet_s(folder),
+        is_first_step=_is_first_step(events),
     )
 
 
 def _is_whole(answer: Mapping[str, Any]) -> bool:
-    return fault_of(dict(answer), _FORM) is None
+    return fault_of(dict(answer), _FORM) is None and all(len(frame) == _FRAME_PARTS for frame in answer["stack"])
 
 
-def _rank_facts(folder: Path, rank: int, answer: Mapping[str, Any] | None) -> RankFacts:
-    if answer is not None:
-        return RankFacts(rank, answer, int(answer.get("pid", 0)), str(answer.get("host", "")))
-    pid, host = _newest_process(folder, rank)
-    is_here = bool(pid) and host == socket.gethostname()
-    if not is_here:
-        return RankFacts(rank, None, pid, host)
-    try:
-        process = psutil.Process(pid)
-        state = process.status()
-        before = sum(process.cpu_times()[:2])
+def _ranks(folder: Path, run: Run, answers: Mapping[int, Mapping[str, Any]]) -> list[RankFacts]:
+    """Return what the ranks say; of those that don't, what can be seen of their processes on this host."""
+    files = files_of(folder)
+    found: dict[int, RankFacts] = {}
+    processes: dict[int, psutil.Process] = {}
+    for rank in range(run.ranks):
+        answer = answers.get(rank)
+        if answer is not None:
+            found[rank] = RankFacts(rank, answer, int(answer.get("pid", 0)), str(answer.get("host", "")))
+            continue
+        process, has_ended = newest_process(files[rank]) if rank in files else (None, False)
+        if process is None or process.wall_ns / 1e9 < run.started - _CLOCKS_S:
+            found[rank] = RankFacts(rank)  # that process is of an earlier start
+            continue
+        is_here = process.host == socket.gethostname()
+        state = ENDED if has_ended else ""
+        if is_here and not has_ended:
+            try:
+                processes[rank] = psutil.Process(process.pid)
+            except psutil.NoSuchProcess:
+                state = "gone"
+        found[rank] = RankFacts(rank, None, process.pid, process.host, is_here, state)
+    for rank, (state, cpu) in _looked_at(processes).items():
+        found[rank] = replace(found[rank], state=state, cpu=cpu)
+    return list(found.values())
+
+
+def _looked_at(processes: Mapping[int, psutil.Process]) -> dict[int, tuple[str, float]]:
+    """Return the state of each process, and the cores that it uses, seen for a moment."""
+    before = {rank: _seen(process) for rank, process in processes.items()}
+    if processes:
         time.sleep(_CPU_S)
-        cpu = (sum(process.cpu_times()[:2]) - before) / _CPU_S
+    found = {}
+    for rank, process in processes.items():
+        state, cpu_s = _seen(process)
+        found[rank] = (state, max(0.0, cpu_s - before[rank][1]) / _CPU_S)
+    return found
+
+
+def _seen(process: psutil.Process) -> tuple[str, float]:
+    try:
+        return process.status(), sum(process.cpu_times()[:2])
     except psutil.NoSuchProcess:
-        return RankFacts(rank, None, pid, host, True, "gone")
+        return "gone", 0.0
     except psutil.Error:  # another user's
-        return RankFacts(rank, None, pid, host, True)
-    return RankFacts(rank, None, pid, host, True, state, cpu)
+        return "", 0.0
 
 
-def _newest_process(folder: Path, rank: int) -> tuple[int, str]:
-    path = files_of(folder).get(rank)
-    process = None if path is None else newest_process(path)
-    return (0, "") if process is None else (process.pid, process.host)
+def _quiet_s(folder: Path) -> float:
+    """Return the seconds since the newest event."""
+    try:
+        return max(0.0, time.time_ns() / 1e9 - (folder / "events.jsonl").stat().st_mtime)
+    except OSError:
+        return 0.0
+
+
+def _is_first_step(events: Sequence[Mapping[str, Any]]) -> bool:
+    kinds = [event["event"] for event in events if event["event"] in ("start", "resumed", "step")]
+    return not kinds or kinds[-1] != "step"
 
 
 def _standing_s(ranks: Sequence[RankFacts], folder: Path) -> float:
@@ -182,10 +230,7 @@ def _standing_s(ranks: Sequence[RankFacts], folder: Path) -> float:
     answered = [float(rank.answer["stalled_s"]) for rank in ranks if rank.answer is not None]
     if answered:
         return min(answered) if len(answered) == len(ranks) else max(answered)
-    try:
-        return max(0.0, time.time_ns() / 1e9 - (folder / "events.jsonl").stat().st_mtime)
-    except OSError:
-        return 0.0
+    return _quiet_s(folder)
 
 
 def _free_bytes(folder: Path) -> int:
@@ -223,7 +268,9 @@ def _clock_jumps(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, i
             before = before if event["event"] not in ("start", "resumed") else None
             continue
         times = event.get("times")
-        passed_s = sum(times.values()) if isinstance(times, dict) else None
+        passed_s = None
+        if isinstance(times, dict) and all(isinstance(seconds, int | float) for seconds in times.values()):
+            passed_s = sum(times.values())
         if before is not None and passed_s is not None and event["step"] == before["step"] + 1:
             jump_s = event["at"] - before["at"] - passed_s
             if abs(jump_s) > _JUMP_S:

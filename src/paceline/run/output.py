@@ -78,11 +78,21 @@ def parse_line(content: bytes) -> Line | None:
         return None
 
 
-def read_lines(path: Path, source: str | None = None) -> Iterator[Line]:
-    """Yield the lines of a file, all or those of one source. Nothing where there is no file."""
+def read_lines(path: Path, source: str | None = None, end: int | None = None) -> Iterator[Line]:
+    """Yield the lines of a file, all or those of one source. Nothing where there is no file.
+
+    Args:
+        path: of the file.
+        source: whose lines; None: all.
+        end: an offset, behind which nothing is read.
+    """
+    read = 0
     try:
         with path.open("rb") as file:
             for content in file:
+                read += len(content)
+                if end is not None and read > end:
+                    return
                 line = parse_line(content)
                 if line is not None and source in (None, line.source):
                     yield line

@@ -19,6 +19,7 @@ from paceline.run.supervise.progress import decoded
 RUNNING, SILENT = "running", "silent"  # of a run whose last start has no result
 QUIET_S = 120.0  # without an event for longer it is silent: killed, or in a long step, maybe on another host
 _TAIL_BYTES = 2**16
+_MOST_RANKS = 2**20  # more than any job has
 _NOT_SCORES = ("event", "step", "epoch", "at")
 
 
@@ -153,7 +154,7 @@ def read_run(folder: Path) -> Run:
         total_steps=_total_steps(folder / "events.jsonl", newest),
         loss=step.get("loss"),
         evaluation=_scores(evaluation) if isinstance(evaluation, dict) else {},
-        ranks=job["ranks"] if isinstance(job.get("ranks"), int) else 0,
+        ranks=job["ranks"] if isinstance(job.get("ranks"), int) and 0 <= job["ranks"] <= _MOST_RANKS else 0,
         plan=_plan(folder),
         script=tuple(words),
     )

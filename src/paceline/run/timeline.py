@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.run.supervise.progress import decoded
-from paceline.run.times import StepTime, files_of, read_steps
+from paceline.run.times import MOST_NS, StepTime, files_of, read_steps
 
 _STEPS, _WORK, _CHECKPOINTS, _AXES = 0, 1, 2, 3  # tracks of a rank; each axis has one from _AXES on
 _SPAN_PARTS = 6
@@ -147,9 +147,13 @@ def _spans(step: StepTime) -> Iterator[tuple[str, str, int, int, int, int]]:
         if not isinstance(span, list) or len(span) != _SPAN_PARTS:
             continue
         kind, name, *numbers = span
-        if isinstance(kind, str) and isinstance(name, str) and all(isinstance(number, int) for number in numbers):
+        if isinstance(kind, str) and isinstance(name, str) and all(map(_is_number, numbers)):
             begin_ns, end_ns, peer, tag = numbers
             yield kind, name, begin_ns, end_ns, peer, tag
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and -1 <= value < MOST_NS
 
 
 def _arrows(by_rank: Mapping[int, Sequence[StepTime]], clock: _Clock, tracks: Mapping[str, int]) -> Iterator[Event]:

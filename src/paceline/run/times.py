@@ -20,9 +20,10 @@ WAITING = ("communication", "bubble")  # in which a rank may wait for another
 RECENT = 50  # steps that are averaged
 _TAIL_BYTES = 2**18
 _HEAD = b'{"version":'
+_LAST = b'{"step":null'  # what came after the last step
 _LEAST_S = 0.001
 _ERRORS = 3
-_MOST_NS = 2**63
+MOST_NS = 2**63
 _LEAST_SHARE = 0.1  # of a step: a rank that takes so much longer than the others is slow
 
 
@@ -153,17 +154,19 @@ def read_steps(path: Path, tail_only: bool = False) -> Iterator[StepTime]:
                 yield step
 
 
-def newest_process(path: Path) -> Process | None:
-    """Return the process that wrote to a rank's file last; None: there is none."""
-    newest = None
+def newest_process(path: Path) -> tuple[Process | None, bool]:
+    """Return the process that wrote to a rank's file last, and whether it has ended its job; None: there is none."""
+    newest, has_ended = None, False
     try:
         with path.open("rb") as file:
-            for text in file:
-                if text.startswith(_HEAD):  # of many lines few are read
-                    newest = text
-        return None if newest is None else _process(json.loads(newest), int(path.stem))
-    except (OSError, ValueError):
-        return None
+            for text in file:  # of many lines few are read
+                if text.startswith(_HEAD):
+                    newest, has_ended = text, False
+                elif text.startswith(_LAST):
+                    has_ended = True
+        return (None if newest is None else _process(json.loads(newest), int(path.stem))), has_ended
+    except (OSError, ValueError, RecursionError):
+        return None, False
 
 
 def _lines(path: Path, tail_only: bool) -> Iterator[dict[str, Any]]:
@@ -186,7 +189,7 @@ def _process(line: Mapping[str, Any], rank: int) -> Process:
     numbers = {}
     for name in ("pid", "monotonic_ns", "wall_ns"):
         value = line.get(name)
-        numbers[name] = value if isinstance(value, int) else 0
+        numbers[name] = value if isinstance(value, int) and 0 <= value < MOST_NS else 0
     return Process(rank, str(line.get("host", "")), boot=str(line.get("boot", "")), **numbers)
 
 
@@ -194,7 +197,7 @@ def _step(line: Mapping[str, Any], process: Process) -> StepTime | None:
     step, begin_ns, by_kind = line.get("step"), line.get("begin_ns"), line.get("ns")
     if not isinstance(step, int | None) or not isinstance(begin_ns, int) or not isinstance(by_kind, dict):
         return None
-    if not all(isinstance(ns, int) and 0 <= ns < _MOST_NS for ns in (begin_ns, *by_kind.values())):
+    if not all(isinstance(ns, int) and 0 <= ns < MOST_NS for ns in (begin_ns, *by_kind.values())):
         return None
     spans = line.get("spans")
     return StepTime(step, begin_ns, by_kind, spans if isinstance(spans, list) else [], process)

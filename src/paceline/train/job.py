@@ -436,13 +436,17 @@ class Job:
             ['loss']
         """
         self._settle()
+        with Timed(EVALUATION):
+            return self._evaluate(data, score, metrics)
+
+    def _evaluate(self, data: Any, score: Any, metrics: Any) -> dict[str, Any]:
         # Evaluation is collective: a rank that is in a later step would never come.
         self.board.meet("job.evaluate", self.step_number)
         opened = prepare.evaluation_data(self.workload, data)
         loader = self.assembly.make_loader(opened, self.steps.evaluation_part)
         score = score or self.workload.score or self._score
         prepare.check_can_score(self.parallel.placed, metrics)
-        with Timed(EVALUATION), autocast(self.workload.precision, self.device.type):
+        with autocast(self.workload.precision, self.device.type):
             batches = loader.evaluation()
             result: dict[str, Any] = evaluation.evaluate(self.parallel, batches, score, self.comm, metrics)
         self.events.write({"event": "evaluation", "step": self.step_number, **result})
@@ -727,7 +731,8 @@ class Job:
         """Keep in checkpoints what a job can't change on the way, and refuse to resume with other values.
 
         Such as the data that it trains on, or how they are split: a resumed job with others would train on both, and
-        call the result that of one. Call it once, after `distribute` or `prepare`, on every rank.
+        call the result that of one. Call it once, after `distribute` or `prepare`, on every rank: it compares there,
+        and not in a later `job.load`.
 
         Args:
             settings: numbers, strings, None, and tuples of these, the same on every rank; of data a digest or a count.

@@ -219,6 +219,7 @@ class LoopJob(Job):
         self.seed = seed
         self.is_updated = False  # an optimizer has stepped since the last step ended
         self.stepped: set[int] = set()  # which have
+        self.usual_updates = len(objects.optimizers)  # of a step
         self.is_scaled = False  # a GradScaler has scaled a loss of this step
         self.is_skipped = False  # gradients have overflown in this step
         self.norm: float | None = None
@@ -307,8 +308,7 @@ class LoopJob(Job):
             self._note_update()
             self.stepped.add(number)
             # Of several, as in a GAN, the loop goes on to the next one's loss; without a loader, to its next batch.
-            is_last = len(self.stepped) == len(self.objects.optimizers)
-            TIMES.switch(OTHER if is_last and self.cut is not None else FORWARD)
+            self._end_update()
 
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
@@ -785,6 +785,7 @@ class LoopJob(Job):
         self._write_step()
         self.norm = None
         self.is_scaled = self.is_skipped = False
+        self.usual_updates = len(self.stepped)
         self.stepped.clear()
         self.samples = self.batches_seen = 0
         self.parallel.observers.parameters_updated(self.parallel.named(), self.optimizer)
@@ -903,6 +904,12 @@ class LoopJob(Job):
         """Note that gradients have overflown, so an optimizer's update was left out; the step counts all the same."""
         self.is_skipped = True
         self._note_update()
+        self._end_update()
+
+    def _end_update(self) -> None:
+        """Say what the loop does next, for the times: after the last update of a step its own code."""
+        is_last = len(self.stepped) >= self.usual_updates
+        TIMES.switch(OTHER if is_last and self.cut is not None else FORWARD)
 
     def _note_update(self) -> None:
         if self.is_updated:

@@ -4,7 +4,7 @@ Both are sinks (`nouns/sink.py`) of rank 0, made where the scheduler's variables
 once and ends nothing.
 
 Kubeflow Trainer's protocol is KEP-2779 (its feature gate TrainJobStatus is alpha): a POST with a bearer token that
-rotates, at most every five seconds.
+rotates, every five seconds and at the end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 import urllib.request
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from functools import partial
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -38,6 +38,7 @@ _LIMIT_S = 10.0  # of one message
 _MOST_METRICS = 256
 _SPEED_OVER_S = 5.0  # the shortest time over which the speed is taken
 _OURS = "paceline"  # our comments begin so
+_OUR_COMMENT = re.compile(rf"{_OURS}\b.*: step \d+")
 _COMMENT = re.compile(r"(?:^|\s)Comment=(.*?)(?=\s\w+=|$)", re.MULTILINE)  # AdminComment is another
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -48,6 +49,7 @@ class Progress:
     def __init__(self) -> None:
         self.step = 0
         self.total_steps = 0
+        self.at = 0.0  # when the last step had ended
         self.began: tuple[float, int] | None = None  # when the first step of this process had ended, and its number
         self.metrics: dict[str, float] = {}
         self.status = "running"
@@ -96,10 +98,9 @@ class _Scheduler:
 
     Args:
         every_s: between two messages.
-        run_dir: of the job.
     """
 
-    def __init__(self, every_s: float, run_dir: Path | None) -> None:
+    def __init__(self, every_s: float) -> None:
         self.every_s = every_s
         self.sent_s = -math.inf
         self.progress = Progress()
@@ -133,7 +134,7 @@ class TrainJobStatus(_Scheduler):
     """
 
     def __init__(self, environment: Mapping[str, str], run_dir: Path | None) -> None:
-        super().__init__(_TRAINER_EVERY_S, run_dir)
+        super().__init__(_TRAINER_EVERY_S)
         self.url = environment[SERVER_URL]
         if _TOKEN not in environment:
             fix = "look at the version of Kubeflow Trainer, which sets both"
@@ -150,7 +151,8 @@ class TrainJobStatus(_Scheduler):
 
     def send(self) -> None:
         """Post the status. A server that is away, or too busy, is asked again with the next message."""
-        with contextlib.suppress(OSError):  # of urllib, ssl, and of a token that is just being replaced
+        # Of urllib, ssl, a torn answer, and a token that is just being replaced, whose text no error may show.
+        with contextlib.suppress(OSError, HTTPException, ValueError):
             headers = {
                 "Authorization": f"Bearer {self.token.read_text().strip()}",  # read each time: it rotates
                 "Content-Type": "application/json",
@@ -193,7 +195,7 @@ class SlurmComment(_Scheduler):
     """
 
     def __init__(self, job: str, program: str, run_dir: Path | None) -> None:
-        super().__init__(_SLURM_EVERY_S, run_dir)
+        super().__init__(_SLURM_EVERY_S)
         self.job = job
         self.program = program
         self.name = "" if run_dir is None else f" {run_dir.name}"
@@ -203,15 +205,21 @@ class SlurmComment(_Scheduler):
         """Change the comment; where Slurm refuses that, nothing happens."""
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             if self.is_free is None:
-                comment = _COMMENT.search(self._scontrol("show", "job", "--oneliner", self.job))
-                self.is_free = comment is None or comment[1].startswith(("(null)", _OURS)) or not comment[1]
+                self.is_free = self._is_free()
             if self.is_free:
                 self._scontrol("update", f"JobId={self.job}", f"Comment={self.text()}")
 
-    def _scontrol(self, *words: str) -> str:
+    def _is_free(self) -> bool | None:
+        """Return whether the job has no comment, or one of ours; None where Slurm does not say."""
+        answer = self._scontrol("show", "job", "--oneliner", self.job)
+        if answer.returncode:
+            return None
+        comment = _COMMENT.search(answer.stdout)
+        return comment is None or comment[1] in ("", "(null)") or _OUR_COMMENT.match(comment[1]) is not None
+
+    def _scontrol(self, *words: str) -> subprocess.CompletedProcess[str]:
         command = [self.program, *words]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LIMIT_S)
-        return done.stdout
+        return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LIMIT_S)
 
     def text(self) -> str:
         """Return the comment."""
@@ -237,6 +245,11 @@ def scheduler_sinks(environment: Mapping[str, str] = os.environ) -> list[MakeSin
 
 
 def _named(kind: Any, *arguments: Any) -> MakeSink:
-    made = partial(kind, *arguments)
-    made.__name__ = kind.__name__  # type: ignore[attr-defined]  # for notices
-    return made
+    def make(run_dir: Path | None) -> Any:
+        try:
+            return kind(*arguments, run_dir)
+        except UsageError as error:  # the scheduler's variables are no settings of the user's: the job goes on
+            raise ValueError(f"{error.asked}: {error.found}") from None
+
+    make.__name__ = kind.__name__  # for notices
+    return make

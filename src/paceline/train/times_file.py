@@ -1,7 +1,7 @@
 """Write what this rank's steps spent their time on to `times/RANK.jsonl` in the run directory; docs/times.md has it.
 
-Every rank writes its own file, without asking another. A line is kept in memory for half a second at most, so that a
-step costs no call of the system.
+Every rank writes its own file, without asking another. Lines are kept in memory, so that a step costs no call of the
+system, and written when half a second has passed, by the next step or the rank's watchdog.
 """
 
 from __future__ import annotations
@@ -41,18 +41,19 @@ class TimesFile:
         self.lock = threading.Lock()
         self.flushed_ns = time.perf_counter_ns()
         self.bytes = 0
+        self.steps = 0  # that this process has taken
         TIMES.restart()
         self.begin_ns = TIMES.since_ns
+        TIMES.spans = None
         if run_dir is None:
-            TIMES.spans = None
             return
-        TIMES.spans = []
         with contextlib.suppress(OSError):  # a full disk: events say so, and training goes on
             (run_dir / FOLDER).mkdir(exist_ok=True)
             self.file = (run_dir / FOLDER / f"{rank}.jsonl").open("ab", buffering=0)
             self.bytes = self.file.tell()
             if self.bytes:
                 self._write(b"\n")  # after a line that a killed process has begun
+            TIMES.spans = []
         process = {"host": socket.gethostname(), "pid": os.getpid(), "boot": _boot()}
         self._put({"version": VERSION, "rank": rank, **process, **_clocks()})
         self.flush()  # whoever looks for the process finds it before its first step
@@ -66,7 +67,8 @@ class TimesFile:
             if spans:
                 line["spans"] = spans
             self._put(line)
-            keeps = step < _FIRST_STEPS or (step + 1) % _EVERY == 0
+            self.steps += 1
+            keeps = self.steps < _FIRST_STEPS or (step + 1) % _EVERY == 0
             TIMES.spans = [] if keeps and self.bytes < _MOST_BYTES else None
         self.begin_ns = TIMES.since_ns
         return {kind: round(ns / 1e9, 6) for kind, ns in taken.items()}
@@ -78,8 +80,9 @@ class TimesFile:
         self._put({"step": None, "begin_ns": self.begin_ns, "ns": TIMES.take(), "spans": TIMES.spans or []})
         self.flush()
         TIMES.spans = None
-        self.file.close()
-        self.file = None
+        with self.lock, contextlib.suppress(OSError):  # of a file system that tells late that it is full
+            file, self.file = self.file, None
+            file.close()
 
     def flush(self) -> None:
         """Write the lines that are in memory."""

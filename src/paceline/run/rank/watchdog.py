@@ -30,8 +30,8 @@ import psutil
 import paceline
 from paceline.comm import api
 from paceline.comm.step_times import TIMES
-from paceline.run.asked import POLL_S as ASKED_S
-from paceline.run.asked import questions_in
+from paceline.nouns.reading import parse_whole
+from paceline.run.asked import poll_s, questions_in
 from paceline.run.supervise.stalls import DEFAULT_S, FOLDER, notice_time
 from paceline.train import job as jobs
 
@@ -66,13 +66,15 @@ class Watchdog:
         rank: this process's.
         notice_s: seconds without progress after which people are told. With 0 nobody is told, but the files are
             written: by them the supervisor finds a rank that left the job while others wait for it.
+        ranks: how many the job has.
     """
 
-    def __init__(self, run_dir: Path, rank: int, notice_s: float) -> None:
+    def __init__(self, run_dir: Path, rank: int, notice_s: float, ranks: int = 1) -> None:
         self.run_dir = run_dir
         self.folder = run_dir / FOLDER
         self.rank = rank
         self.answered: set[str] = set()  # the questions' names
+        self.asked_s = poll_s(ranks)
         self.pace_s = min(notice_s or DEFAULT_S, DEFAULT_S)
         self.path = self.folder / f"{rank}.json"
         self.over = threading.Event()
@@ -97,8 +99,9 @@ class Watchdog:
         before = progress()
         next_s = _FIRST * self.pace_s
         is_written = False
-        while not self.over.wait(min(self.pace_s / _POLLS, ASKED_S)):
-            self._answer(before, since_s, cpu_s)
+        while not self.over.wait(min(self.pace_s / _POLLS, self.asked_s)):
+            with contextlib.suppress(Exception):  # a question must not end the thread
+                self._answer(before, since_s, cpu_s)
             now = progress()
             stalled_s = time.monotonic() - since_s
             if now != before:
@@ -110,6 +113,7 @@ class Watchdog:
                     self.path.unlink(missing_ok=True)
                 is_written = False
             elif stalled_s >= next_s:
+                self._flush()
                 next_s += max(_FIRST * self.pace_s, stalled_s / 2)  # ever rarer: files are written for as long
                 is_written = self._write(stalled_s, time.process_time() - cpu_s)
 
@@ -130,14 +134,18 @@ class Watchdog:
         for _ in range(_SAMPLES):  # over which a rank is seen to go on, and to compute
             self.over.wait(_SEEN_S / _SAMPLES)
             states.append(thread_state(threading.main_thread().native_id))
-        job = jobs.newest()
-        if job is not None:
-            job.times_file.flush()
+        self._flush()
         stalled_s = time.monotonic() - since_s
         answer = self._report(stalled_s, time.process_time() - cpu_s)
         answer |= {"states": "".join(states), "work": TIMES.kind, **_of_process()}
         for path in questions:
             self._put(answer, path)
+
+    def _flush(self) -> None:
+        """Write the times that the training thread has not written yet: it stands still."""
+        job = jobs.newest()
+        if job is not None:
+            job.times_file.flush()
 
     def _report(self, stalled_s: float, cpu_s: float) -> dict[str, Any]:
         return {"rank": self.rank, "at": time.time_ns() / 1e9, "stalled_s": stalled_s, "cpu_s": cpu_s, **standing()}
@@ -161,7 +169,8 @@ def begin_watching(environment: Mapping[str, str], run_dir: Path) -> Watchdog:
     Raises:
         UsageError: PACELINE_STALL_NOTICE is no number of seconds.
     """
-    watchdog = Watchdog(run_dir, int(environment.get("PACELINE_RANK", "0")), notice_time(environment))
+    ranks = parse_whole(environment.get("PACELINE_WORLD_SIZE", "")) or 1
+    watchdog = Watchdog(run_dir, int(environment.get("PACELINE_RANK", "0")), notice_time(environment), ranks)
     watchdog.start()
     return watchdog
 

@@ -92,6 +92,9 @@ def failed(error: BaseException, run_dir: Path | None = None) -> int:
         run_dir: where; None: the run directory of this rank's variables.
     """
     error = _explained(error)
+    job = jobs.newest()
+    if job is not None:
+        job.times_file.flush()  # the steps before the failure
     rank = int(os.environ.get("PACELINE_RANK", "0"))
     failure = _failure(error, rank)
     folder = Path(run_dir or os.environ["PACELINE_RUN_DIR"], "failures")

@@ -141,8 +141,7 @@ def decoded(content: bytes) -> Iterator[dict[str, Any]]:
         except ReadError:
             continue
         kind = event.get("event")
-        form = _FORMS.get(kind, {}) if isinstance(kind, str) else {}
-        if fault_of(event, form) is None:
+        if isinstance(kind, str) and fault_of(event, _FORMS.get(kind, {})) is None:
             yield event
 
 
