@@ -141,7 +141,7 @@ def _failure(error: BaseException, rank: int) -> dict[str, Any]:
         if _is_user_code(frame.filename):
             failure["where"] = f"{frame.filename}:{frame.lineno}"  # of several the innermost, which comes last
     if isinstance(error, SystemExit):
-        # It has said what it had to say, as argparse does; a traceback would hide that.
+        # It has said what it had to say, as for a wrong argument; a traceback would hide that.
         failure["traceback"] = ""
         at = f" at {failure['where']}" if failure["where"] else ""
         failure["message"] = f"rank {rank} ended by sys.exit({error.code!r}){at}"
