@@ -18,7 +18,7 @@ from paceline.cli.main import main
 from paceline.cli.why import page
 from paceline.run import causes as judgement
 from paceline.run.asked import FOLDER, ask
-from paceline.run.causes import causes
+from paceline.run.causes import Cause, causes
 from paceline.run.job_facts import ENDED, Facts, RankFacts, collect
 from paceline.run.summary import Run
 from paceline.run.times import KINDS, RankSplit
@@ -290,11 +290,11 @@ if __name__ == "__main__":
         while is_wanted("sleep"):
             time.sleep(0.05)
         while is_wanted("compute"):
-            for _ in range(10**6): pass
+            for _ in range(10**7): pass
         while is_wanted("lock"):
             lock.acquire(timeout=0.5)
         if is_wanted("native"):
-            ctypes.PyDLL(None).sleep(6)
+            ctypes.PyDLL(None).sleep(8)
             wanted.unlink(missing_ok=True)
         if is_wanted("slow"):
             time.sleep(0.03)
@@ -327,7 +327,7 @@ def inject(folder, name):
 # What rank 1 does, the name of the cause, and what its text says.
 INJECTED = {
     "sleep": ("idle", ["rank 1 sleeps", "time.sleep(0.05)", "rank 0 waits for it in all_reduce"]),
-    "compute": ("computing", ["rank 1 computes at", "for _ in range(10**6): pass"]),
+    "compute": ("computing", ["rank 1 computes at", "for _ in range(10**7): pass"]),
     "lock": ("lock", ["rank 1 waits for a lock", "lock.acquire(timeout=0.5)"]),
     "native": ("native code", ["rank 1 waits in native code"]),
     "slow": ("slow loop", ["rank 1 is waited for", "its other takes"]),
@@ -342,8 +342,12 @@ def test_an_injected_cause_is_named(name, job, monkeypatch):
     expected, words = INJECTED[name]
     inject(job, name)
     time.sleep(2.0 if name == "slow" else 1.5)
+    cause = Cause("", (), "", "")
     try:
-        (cause,) = causes(collect(job / "runs/a"))
+        for _ in range(3):  # beside busy processes a rank may answer late
+            (cause,) = causes(collect(job / "runs/a")) or [cause]
+            if cause.name == expected:
+                break
     finally:
         (job / "wanted").unlink(missing_ok=True)
         let_go_on(job, steps=60)  # the next cause is not to be judged by this one's steps

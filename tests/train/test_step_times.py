@@ -134,9 +134,10 @@ def test_what_is_waited_for_inside_is_taken_off(times):
         with Timed(f"{COMMUNICATION} shard", "all_gather"):
             time.sleep(0.01)
     found = times.take()
-    assert 0.002e9 <= found[FORWARD] < 0.009e9
+    assert found[FORWARD] >= 0.002e9
     assert found[f"{COMMUNICATION} shard"] >= 0.01e9
     inner, outer = times.spans
+    assert found[FORWARD] == pytest.approx(outer.end_ns - outer.begin_ns - (inner.end_ns - inner.begin_ns), abs=1e6)
     assert (inner.kind, inner.name) == (f"{COMMUNICATION} shard", "all_gather")
     assert outer.begin_ns < inner.begin_ns < inner.end_ns < outer.end_ns
     assert times.take().keys() == {OTHER}

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ class TimesFile:
         with contextlib.suppress(OSError):  # a full disk: events say so, and training goes on
             (run_dir / FOLDER).mkdir(exist_ok=True)
             self.file = (run_dir / FOLDER / f"{rank}.jsonl").open("ab", buffering=0)
+            weakref.finalize(self, self.file.close)  # a job need not be closed
             self.bytes = self.file.tell()
             if self.bytes:
                 self._write(b"\n")  # after a line that a killed process has begun
