@@ -12,7 +12,6 @@ model judges a contract of which it has seen a near duplicate. Without --data th
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import time
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from torch.utils.data import DataLoader
 
 import paceline
 from paceline.nouns.errors import UsageError
+from paceline.nouns.picture_file import check_picture
 
 EPOCHS = 6
 AT_ONCE = 64  # chunks, where nothing is learned
@@ -93,18 +93,6 @@ def check_folders(arguments: argparse.Namespace) -> None:
         path = getattr(arguments, flag)
         if path is not None and not path.parent.is_dir():
             raise UsageError(f"--{flag} {path}", f"there is no folder {path.parent}", "make the folder first")
-
-
-def check_picture(path: Path | None) -> None:
-    """Raise UsageError for a picture that could not be drawn after the training."""
-    if path is None:
-        return
-    if importlib.util.find_spec("matplotlib") is None:
-        fix = "pip install matplotlib, or leave --picture out"
-        raise UsageError(f"--picture {path}", "matplotlib is not installed", fix)
-    if path.suffix not in (".png", ".pdf", ".svg"):
-        fix = "name a file that ends in .png, .pdf or .svg"
-        raise UsageError(f"--picture {path}", f"its name ends in {path.suffix or 'nothing'}", fix)
 
 
 class Setting(NamedTuple):

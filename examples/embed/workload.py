@@ -10,7 +10,6 @@ second among those of the global batch.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import time
 from collections.abc import Mapping
@@ -28,6 +27,7 @@ from torch.utils.data import DataLoader
 import paceline
 from paceline.integrations.saving import save_model
 from paceline.nouns.errors import DataError, UsageError
+from paceline.nouns.picture_file import check_picture
 
 try:
     import torchmetrics
@@ -89,18 +89,6 @@ def check_files(arguments: argparse.Namespace) -> None:
     check_picture(arguments.picture)
     if arguments.index is not None:
         vectors.check_may_write(arguments.index)
-
-
-def check_picture(path: Path | None) -> None:
-    """Raise UsageError for a picture that could not be drawn after the training."""
-    if path is None:
-        return
-    if importlib.util.find_spec("matplotlib") is None:
-        fix = "pip install matplotlib, or leave --picture out"
-        raise UsageError(f"--picture {path}", "matplotlib is not installed", fix)
-    if path.suffix not in (".png", ".pdf", ".svg"):
-        fix = "name a file that ends in .png, .pdf or .svg"
-        raise UsageError(f"--picture {path}", f"its name ends in {path.suffix or 'nothing'}", fix)
 
 
 def loss_of(job: Any, model: torch.nn.Module, batch: Any, temperature: float, negatives: float) -> torch.Tensor:

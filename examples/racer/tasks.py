@@ -18,6 +18,7 @@ import tracks
 from rollouts import Environments
 
 from paceline.nouns.errors import UsageError
+from paceline.nouns.picture_file import check_picture
 
 TASKS = ("racer", "cartpole")
 CARTPOLE_EPISODES = 100  # as gymnasium counts: solved with a mean of 475 over 100 episodes
@@ -75,18 +76,6 @@ def check_flags(arguments: argparse.Namespace) -> None:
         path = getattr(arguments, name, None)
         if path is not None and not path.resolve().parent.is_dir():
             raise UsageError(f"--{name} {path}", f"there is no folder {path.parent}", "make the folder first")
-
-
-def check_picture(path: Path | None) -> None:
-    """Raise UsageError for a picture that could not be drawn after the training."""
-    if path is None:
-        return
-    if importlib.util.find_spec("matplotlib") is None:
-        fix = "pip install matplotlib, or leave --picture out"
-        raise UsageError(f"--picture {path}", "matplotlib is not installed", fix)
-    if path.suffix not in (".png", ".pdf", ".svg"):
-        fix = "name a file that ends in .png, .pdf or .svg"
-        raise UsageError(f"--picture {path}", f"its name ends in {path.suffix or 'nothing'}", fix)
 
 
 def check_counts(arguments: argparse.Namespace, least: dict[str, int]) -> None:

@@ -14,7 +14,6 @@ a causal language model of transformers in a folder, and Python.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
 import random
@@ -32,6 +31,7 @@ from tasks import KINDS, PROPOSE, SOLVE, Language, Row, Task
 
 import paceline
 from paceline.nouns.errors import UsageError
+from paceline.nouns.picture_file import check_picture
 
 RISE = 20  # steps in which the learning rate rises
 # A proposal has far more tokens than a solution, and most of them are its form, which has to stay.
@@ -94,18 +94,6 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         if path is not None and not path.resolve().parent.is_dir():
             raise UsageError(f"--{name} {path}", f"there is no folder {path.parent}", "make the folder first")
     check_picture(arguments.picture)
-
-
-def check_picture(path: Path | None) -> None:
-    """Raise UsageError for a picture that could not be drawn after the training."""
-    if path is None:
-        return
-    if importlib.util.find_spec("matplotlib") is None:
-        fix = "pip install matplotlib, or leave --picture out"
-        raise UsageError(f"--picture {path}", "matplotlib is not installed", fix)
-    if path.suffix not in (".png", ".pdf", ".svg"):
-        fix = "name a file that ends in .png, .pdf or .svg"
-        raise UsageError(f"--picture {path}", f"its name ends in {path.suffix or 'nothing'}", fix)
 
 
 def check_belongs(arguments: argparse.Namespace) -> None:
