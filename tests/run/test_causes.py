@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -463,6 +466,23 @@ def test_the_process_of_a_rank(case, tmp_path, monkeypatch):
     write_times(tmp_path, *lines, started_s=started_s)
     (rank,) = collect(tmp_path).ranks
     assert (rank.pid, rank.state) == (pid, state)
+
+
+def test_every_command_that_a_fix_names_is_there():
+    """Of paceline's own commands, and with the numbers of processes in place of PID."""
+    for facts, _, _ in RULES.values():
+        for cause in causes(facts):
+            for words in re.findall(r"`paceline ([^`]*)`", cause.fix):
+                read_words(words.split())
+            if cause.name == "stopped":
+                assert "kill -CONT 7" in cause.fix
+
+
+def read_words(words):
+    verb = importlib.import_module(f"paceline.cli.{words[0]}")
+    parser = argparse.ArgumentParser()
+    verb.add_arguments(parser)
+    parser.parse_args(["train.py" if word == "FILE" else word for word in words[1:]])
 
 
 def test_an_answer_of_another_question_does_not_count(tmp_path):

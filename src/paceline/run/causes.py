@@ -83,7 +83,8 @@ def _of_processes(facts: Facts) -> Iterator[Cause]:
             continue  # it may be started again just now
         ranks = tuple(rank.rank for rank in facts.ranks if rank.answer is None and rank.state in state)
         if ranks:
-            yield Cause(name, ranks, f"{_named(ranks)}: {text}", fix)
+            pids = [str(rank.pid) for rank in facts.ranks if rank.rank in ranks[:_MOST_SHOWN]]
+            yield Cause(name, ranks, f"{_named(ranks)}: {text}", fix.replace("PID", " ".join(pids)))
     silent = [rank for rank in facts.ranks if rank.answer is None and rank.state != ENDED and not _is_judged(rank)]
     if min(facts.age_s, facts.quiet_s) < _STARTS_S:  # a rank answers as soon as it runs the file
         silent = [rank for rank in silent if rank.pid]
@@ -145,7 +146,7 @@ def _of_waits(facts: Facts) -> Iterator[Cause]:
         call, line = next(iter(calls))
         if call is not None and "servers" in call:
             text = f"all workers wait for an answer of the parameter servers, at {line}"
-            yield Cause("servers", (), text, "see `paceline server status JOB`")
+            yield Cause("servers", (), text, "see `paceline server why-waiting JOB`")
         elif call is not None and "checkpoint" in call:
             yield _checkpoint(waiting, False)
         elif len(waiting) == len(facts.ranks):
