@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -146,6 +149,7 @@ def test_who_takes_longest_alone_is_waited_for():
     [
         [],
         [split(0, forward=10)],
+        [replace(split(0, forward=10), steps=4), replace(split(1, forward=90), steps=4)],
         [split(0, forward=100, communication=5), split(1, forward=105)],  # 5 %
         [split(0, forward=1, communication=0.5), split(1, forward=1.5)],  # half a millisecond
         [split(0, bubble=90, forward=10), split(1, communication=90, forward=10)],
@@ -292,7 +296,11 @@ def test_top_prints_once_into_a_pipe(tmp_path, capsys):
     (tmp_path / "runs/a/events.jsonl").write_text(text)
     assert main(["top", "a", "--runs", str(tmp_path / "runs")]) == 0
     shown = capsys.readouterr().out
-    assert "step 5/25  loss 0.5000  8.0 samples/s" in shown
+    assert "step 5/25  loss 0.5000  8.0 samples/s  0:20 left" in shown
+    old_s = time.time_ns() / 1e9 - 60
+    os.utime(tmp_path / "runs/a/events.jsonl", (old_s, old_s))
+    assert main(["top", "a", "--runs", str(tmp_path / "runs")]) == 0
+    assert "8.0 samples/s  nothing for 60 s: see `paceline why`" in capsys.readouterr().out
     assert "rank 1" in shown
     assert main(["top", "a", "--runs", str(tmp_path / "runs"), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)

@@ -24,6 +24,8 @@ from paceline.run.supervise.progress import decoded, duration, speed
 _EVERY_S = 1.0
 _TAIL_BYTES = 2**16
 _WINDOW = 50
+_STILL_S = 3.0  # and so many steps' time without an event: the job stands still, or does something else than steps
+_LONG_STEPS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,8 +68,11 @@ def _lines(folder: Path, job: Run, most: int = 1000) -> list[str]:
     rate, left_s = _speed(folder, job)
     if rate:
         parts.append(f"{rate:.1f} samples/s")
+    quiet_s = _quiet_s(folder)
+    steps_left = max(job.total_steps - job.step, 1)
     if left_s is not None and job.status == summary.RUNNING:
-        parts.append(f"{duration(left_s)} left")
+        is_still = quiet_s > max(_STILL_S, _LONG_STEPS * left_s / steps_left)
+        parts.append(f"nothing for {quiet_s:.0f} s: see `paceline why`" if is_still else f"{duration(left_s)} left")
     lines = ["  ".join(part for part in parts if part)]
     splits = times.recent_splits(folder, job.ranks)
     if not splits:
@@ -77,6 +82,14 @@ def _lines(folder: Path, job: Run, most: int = 1000) -> list[str]:
     if slow is not None:
         lines += ["", times.sentence(slow)]
     return lines
+
+
+def _quiet_s(folder: Path) -> float:
+    """Return the seconds since the newest event."""
+    try:
+        return time.time_ns() / 1e9 - (folder / "events.jsonl").stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _facts(folder: Path) -> dict[str, Any]:

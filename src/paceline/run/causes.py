@@ -12,11 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from paceline.run.job_facts import ANSWER_S, BUSY, ENDED, Facts, RankFacts
-from paceline.run.times import RankSplit, sentence, slow_rank
+from paceline.run.times import FEW_STEPS, RankSplit, sentence, slow_rank
 
 _STILL_S = 3.0  # without progress: a rank that has had none for so long stands still
 _LONG_STEPS = 3  # and for longer than so many steps take
-_FEW_STEPS = 5  # fewer say little of a step's usual time
 _FULL_BYTES = 2**20  # free on a disk that counts as full
 _MANY = 0.4  # of a step
 _MOST_SHOWN = 8  # ranks
@@ -234,7 +233,7 @@ def _of_disk(facts: Facts) -> Iterator[Cause]:
 
 def _of_speed(facts: Facts) -> Iterator[Cause]:
     """Yield why steps take long."""
-    splits = [split for split in facts.splits if split.steps >= _FEW_STEPS]
+    splits = [split for split in facts.splits if split.steps >= FEW_STEPS]
     if not splits:
         return
     slow = None if facts.servers else slow_rank(splits)

@@ -23,6 +23,7 @@ _HEAD = b'{"version":'
 _LAST = b'{"step":null'  # what came after the last step
 _LEAST_S = 0.001
 _ERRORS = 3
+FEW_STEPS = 5  # fewer say little of a step's usual time
 MOST_NS = 2**63
 _LEAST_SHARE = 0.1  # of a step: a rank that takes so much longer than the others is slow
 
@@ -253,7 +254,7 @@ def _split(rank: int, steps: Sequence[StepTime]) -> RankSplit:
 
 def slow_rank(splits: Sequence[RankSplit]) -> SlowRank | None:
     """Return the rank for which the others wait; None: none takes a tenth of a step longer than the others."""
-    if len(splits) < 2:
+    if len(splits) < 2 or min(split.steps for split in splits) < FEW_STEPS:
         return None
     slowest = max(splits, key=lambda split: split.own_s)
     others = [split for split in splits if split is not slowest]
