@@ -89,6 +89,7 @@ NOT_RUN = {
     "paceline doctor": "it says what this machine lacks: tests/cli/test_doctor.py",
     "paceline top": "it reads a run: tests/run/test_times.py",
     "paceline why": "it asks a running job: tests/run/test_causes.py",
+    "paceline dashboard": "it serves until Ctrl-C: tests/dashboard",
     "paceline timeline": "it reads a run: tests/run/test_times.py",
     "paceline logs": "it reads a run: tests/cli/test_kept_output.py",
     "paceline runs": "it reads a folder of runs: tests/cli/test_runs.py",

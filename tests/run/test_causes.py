@@ -231,7 +231,7 @@ RULES = {
     ),
     "a loop that is slow on one rank": (
         slow({"communication": 85}, {"other": 65}),
-        [("slow loop", (1,))], ["its other takes 60.0 ms longer"],
+        [("slow loop", (1,))], ["its own code takes 60.0 ms longer"],
     ),
     "a slow disk of checkpoints": (
         slow({"communication": 85}, {"checkpoint": 60}),
@@ -333,7 +333,7 @@ INJECTED = {
     "compute": ("computing", ["rank 1 computes at", "for _ in range(10**7): pass"]),
     "lock": ("lock", ["rank 1 waits for a lock", "lock.acquire(timeout=0.5)"]),
     "native": ("native code", ["rank 1 waits in native code"]),
-    "slow": ("slow loop", ["rank 1 is waited for", "its other takes"]),
+    "slow": ("slow loop", ["rank 1 is waited for", "its own code takes"]),
 }
 
 

@@ -35,6 +35,7 @@ VERBS = {
     "logs": "print what the ranks of a job have printed",
     "top": "show a job live: speed, and where each rank's time goes",
     "why": "say why a job stands still or is slow",
+    "dashboard": "show the runs in a browser, live",
     "timeline": "write what each rank did, when, as a trace for Perfetto",
     "server": "start a parameter server alone, and look at those of a job",
     "export": "write a checkpoint's model as transformers reads it",

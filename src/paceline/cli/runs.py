@@ -16,14 +16,14 @@ import json
 import math
 import shutil
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.nouns.errors import UsageError
 from paceline.nouns.table import aligned, printable
 from paceline.run import summary
+from paceline.run.shown import nbytes, number, scores, steps, when
 from paceline.run.summary import Details, Run
 
 _SHOWN = 20  # runs in the list without --all
@@ -85,10 +85,10 @@ def _list(arguments: argparse.Namespace) -> int:
             (
                 run.name,
                 run.status,
-                _when(run.started),
-                _steps(run),
-                _number(run.loss),
-                _scores(run.evaluation),
+                when(run.started),
+                steps(run),
+                number(run.loss),
+                scores(run.evaluation),
                 str(run.ranks or "-"),
                 run.plan or "-",
             )
@@ -114,10 +114,10 @@ def _show(arguments: argparse.Namespace) -> int:
     lines = []
     if finite := _finite(details.losses):
         lines.append(f"loss over the steps  {terminal_curve(finite)}")
-    for step, scores in details.evaluations[-_EVALUATIONS:]:
-        lines.append(f"evaluation at step {step}  {_scores(scores)}")
+    for step, ratios in details.evaluations[-_EVALUATIONS:]:
+        lines.append(f"evaluation at step {step}  {scores(ratios)}")
     for name, (step, value) in sorted(details.logged.items()):
-        lines.append(f"logged at step {step}  {name} {_number(value)}")
+        lines.append(f"logged at step {step}  {name} {number(value)}")
     _print(lines)
     return 0
 
@@ -154,7 +154,7 @@ def _remove(arguments: argparse.Namespace) -> int:
         _check_may_remove(folder)
     sizes = {folder: summary.size_of(folder) for folder in found.values()}
     if not arguments.json:
-        _print([f"{folder}  {_bytes(size)}" for folder, size in sizes.items()])
+        _print([f"{folder}  {nbytes(size)}" for folder, size in sizes.items()])
     if not arguments.dry_run and not arguments.yes and not _agrees(len(sizes), arguments.json):
         print("paceline runs: nothing was removed", file=sys.stderr)
         return 1
@@ -166,7 +166,7 @@ def _remove(arguments: argparse.Namespace) -> int:
         print(json.dumps({"removed": [] if arguments.dry_run else listed, "found": listed}))
     else:
         done = "would be removed" if arguments.dry_run else "removed"
-        print(f"paceline runs: {len(sizes)} {done}, {_bytes(sum(sizes.values()))}", file=sys.stderr)
+        print(f"paceline runs: {len(sizes)} {done}, {nbytes(sum(sizes.values()))}", file=sys.stderr)
     return 0
 
 
@@ -215,25 +215,25 @@ def _facts(run: Run, details: Details) -> dict[str, str]:
     finite = _finite(details.losses)
     checkpoints = "-"
     if details.checkpoints:
-        steps = ", ".join(map(str, details.checkpoints))
-        checkpoints = f"steps {steps} ({_bytes(details.checkpoint_bytes)})"
+        saved = ", ".join(map(str, details.checkpoints))
+        checkpoints = f"steps {saved} ({nbytes(details.checkpoint_bytes)})"
     seconds, speed = details.seconds_per_step, details.samples_per_s
     return {
         "status": run.status,
         "failure": details.failure if details.failure and run.status not in UNENDED else "-",
-        "started": _when(run.started),
+        "started": when(run.started),
         "starts": str(details.starts or "-"),
         "file": " ".join(run.script) or "-",
         "plan": run.plan or "-",
         "ranks": str(run.ranks or "-"),
-        "steps": _steps(run),
-        "loss, first": _number(finite[0] if finite else None),
-        "loss, last": _number(run.loss),
-        "loss, lowest": _number(min(finite, default=None)),
-        "evaluation": _scores(details.evaluations[-1][1] if details.evaluations else {}),
+        "steps": steps(run),
+        "loss, first": number(finite[0] if finite else None),
+        "loss, last": number(run.loss),
+        "loss, lowest": number(min(finite, default=None)),
+        "evaluation": scores(details.evaluations[-1][1] if details.evaluations else {}),
         "a step": "-" if seconds is None else f"{1000 * seconds:.1f} ms",
         "samples/s": "-" if speed is None else f"{speed:,.1f}",
-        "memory of rank 0": _bytes(details.memory_bytes) if details.memory_bytes else "-",
+        "memory of rank 0": nbytes(details.memory_bytes) if details.memory_bytes else "-",
         "checkpoints": checkpoints,
     }
 
@@ -262,26 +262,3 @@ def _print(lines: Sequence[str]) -> None:
 
 def _finite(losses: Sequence[float]) -> list[float]:
     return [loss for loss in losses if math.isfinite(loss)]
-
-
-def _when(at: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at)) if at else "-"
-
-
-def _steps(run: Run) -> str:
-    return f"{run.step}/{run.total_steps}" if run.total_steps else str(run.step)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
-
-
-def _scores(scores: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {_number(value)}" for name, value in scores.items()) or "-"
-
-
-def _bytes(count: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"

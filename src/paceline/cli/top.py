@@ -18,12 +18,11 @@ from typing import Any
 
 from paceline.nouns.table import printable
 from paceline.run import summary, times
+from paceline.run.speed import speed_of
 from paceline.run.summary import Run, find_folder, read_run
-from paceline.run.supervise.progress import decoded, duration, speed
+from paceline.run.supervise.progress import duration
 
 _EVERY_S = 1.0
-_TAIL_BYTES = 2**16
-_WINDOW = 50
 _STILL_S = 3.0  # and so many steps' time without an event: the job stands still, or does something else than steps
 _LONG_STEPS = 3
 
@@ -65,7 +64,8 @@ def _lines(folder: Path, job: Run, most: int = 1000) -> list[str]:
     parts = [job.name, job.status, job.plan, steps]
     if job.loss is not None:
         parts.append(f"loss {job.loss:.4f}")
-    rate, left_s = _speed(folder, job)
+    speed = speed_of(folder, job)
+    rate, left_s = speed.samples_per_s, speed.left_s
     if rate:
         parts.append(f"{rate:.1f} samples/s")
     quiet_s = _quiet_s(folder)
@@ -96,29 +96,11 @@ def _facts(folder: Path) -> dict[str, Any]:
     job = read_run(folder)
     splits = times.recent_splits(folder, job.ranks)
     slow = None if "server=" in job.plan else times.slow_rank(splits)
-    rate, left_s = _speed(folder, job)
+    speed = speed_of(folder, job)
     return {
         **job.to_json(),
-        "samples_per_s": rate,
-        "left_s": left_s,
+        "samples_per_s": speed.samples_per_s,
+        "left_s": speed.left_s,
         "times": [split.to_json() for split in splits],
         "slow": None if slow is None else {"rank": slow.rank, "kind": slow.kind, "excess_s": slow.own_excess_s},
     }
-
-
-def _speed(folder: Path, job: Run) -> tuple[float | None, float | None]:
-    """Return the samples of a second over the newest steps, and the seconds that are left."""
-    try:
-        with (folder / "events.jsonl").open("rb") as file:
-            file.seek(max((folder / "events.jsonl").stat().st_size - _TAIL_BYTES, 0))
-            events = list(decoded(file.read()))
-    except OSError:
-        return None, None
-    # Of this process: between two there is time without a step, and steps are taken again.
-    begins = [number for number, event in enumerate(events) if event["event"] in ("start", "resumed")]
-    records = [event for event in events[begins[-1] if begins else 0 :] if event["event"] == "step"][-_WINDOW:]
-    if len(records) < 2 or records[-1]["at"] <= records[0]["at"]:
-        return speed(records), None
-    a_step_s = (records[-1]["at"] - records[0]["at"]) / (len(records) - 1)
-    left_s = a_step_s * (job.total_steps - job.step) if job.total_steps >= job.step else None
-    return speed(records), left_s

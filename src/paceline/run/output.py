@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 FILE = "output.log"  # in the run directory
 _MOST_BYTES = 2**28  # of the file; what ranks print after that is shown, and not kept
+_TAIL_BYTES = 2**22
 _CUT = "paceline: the file is full; what the ranks print from here on is not kept"
 
 
@@ -98,3 +100,28 @@ def read_lines(path: Path, source: str | None = None, end: int | None = None) ->
                     yield line
     except OSError:
         return
+
+
+def last_lines(path: Path, count: int, source: str | None = None) -> list[Line]:
+    """Return the last lines of a file, all or those of one source, from its last 4 MiB.
+
+    Args:
+        path: of the file; it need not be there.
+        count: at most so many.
+        source: whose lines; None: all.
+    """
+    try:
+        with path.open("rb") as file:
+            begin = max(os.fstat(file.fileno()).st_size - _TAIL_BYTES, 0)
+            file.seek(begin)
+            if begin:
+                file.readline()  # the rest of a line
+            content = file.read(_TAIL_BYTES)
+    except OSError:
+        return []
+    lines = deque[Line](maxlen=count)
+    for text in content.splitlines():
+        line = parse_line(text)
+        if line is not None and source in (None, line.source):
+            lines.append(line)
+    return list(lines)

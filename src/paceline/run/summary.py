@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.manifest import CHECKPOINTS, list_checkpoints, step_of
 from paceline.nouns.errors import PacelineError, ReadError, UsageError, did_you_mean
 from paceline.nouns.plan import Plan
-from paceline.nouns.reading import read_json
+from paceline.nouns.reading import parse_json, read_bytes, read_json
 from paceline.run.failures import format_failure_briefly
 from paceline.run.supervise.progress import decoded
 
@@ -20,6 +22,7 @@ RUNNING, SILENT = "running", "silent"  # of a run whose last start has no result
 QUIET_S = 120.0  # without an event for longer it is silent: killed, or in a long step, maybe on another host
 _TAIL_BYTES = 2**16
 _MOST_RANKS = 2**20  # more than any job has
+_KIND = re.compile(rb'\{"event": ?"(\w+)"')  # as a job writes its events
 _NOT_SCORES = ("event", "step", "epoch", "at")
 
 
@@ -225,7 +228,16 @@ def _changed(path: Path) -> float:
 
 def _plan(folder: Path) -> str:
     try:
-        return Plan.of(_read(folder / "plan.json"), "plan.json").line()
+        return _line_of_plan(read_bytes(folder / "plan.json"))
+    except ReadError:
+        return ""
+
+
+@lru_cache(maxsize=1024)
+def _line_of_plan(content: bytes) -> str:
+    """Return a plan in short; "" for one that can't be read. Many runs of a folder have the same."""
+    try:
+        return Plan.of(parse_json(content, "plan.json", dict), "plan.json").line()
     except (PacelineError, TypeError, ValueError):
         return ""
 
@@ -247,10 +259,13 @@ def _newest_events(path: Path) -> dict[str, dict[str, Any]]:
     except OSError:
         return {}
     newest: dict[str, dict[str, Any]] = {}
-    for event in decoded(content):
-        newest.pop(event["event"], None)
-        newest[event["event"]] = event
-    return newest
+    for line in reversed(content.splitlines()):
+        kind = _KIND.match(line)
+        if kind is not None and kind[1].decode() in newest:
+            continue  # decoding every line would take ten times as long
+        for event in decoded(line):
+            newest.setdefault(event["event"], event)
+    return dict(reversed(newest.items()))
 
 
 def _total_steps(path: Path, newest: Mapping[str, Mapping[str, Any]]) -> int:

@@ -59,16 +59,20 @@ class _Clock:
         return (monotonic_ns + shift) / 1000
 
 
-def make_trace(run_dir: Path, first: int | None = None, last: int | None = None) -> Trace:
+def make_trace(
+    run_dir: Path, first: int | None = None, last: int | None = None, *, ranks: int = 0, tail_only: bool = False
+) -> Trace:
     """Return the trace of a run.
 
     Args:
         run_dir: of the run.
         first, last: the steps that are wanted; None: from the first one, up to the last.
+        ranks: of this many alone, from the first; 0: of all.
+        tail_only: read no more than the end of each rank's file, and no event of the job.
     """
     by_rank: dict[int, list[StepTime]] = {}
-    for rank, path in files_of(run_dir).items():
-        by_rank[rank] = [step for step in read_steps(path) if _is_wanted(step.step, first, last)]
+    for rank, path in list(files_of(run_dir).items())[: ranks or None]:
+        by_rank[rank] = [step for step in read_steps(path, tail_only) if _is_wanted(step.step, first, last)]
     clock, matched = _aligned(by_rank)
     axes = sorted({kind for steps in by_rank.values() for step in steps for kind in step.by_kind if " " in kind})
     tracks = {kind: _AXES + number for number, kind in enumerate([*axes, "bubble"])}
@@ -79,7 +83,7 @@ def make_trace(run_dir: Path, first: int | None = None, last: int | None = None)
             events += _events_of(rank, step, clock, tracks)
     arrows = list(_arrows(by_rank, clock, tracks))
     events += arrows
-    if by_rank and any(by_rank.values()):
+    if any(by_rank.values()) and not tail_only:
         events += _events_of_job(run_dir, first, last)
     every = [step for steps in by_rank.values() for step in steps]
     return Trace(

@@ -141,7 +141,8 @@ def read_steps(path: Path, tail_only: bool = False) -> Iterator[StepTime]:
 
     Args:
         path: of the file.
-        tail_only: read no more than its last 256 KiB.
+        tail_only: read no more than its last 256 KiB. Steps before the first process that begins there count as those
+            of the file's first one.
     """
     process = Process(int(path.stem) if path.stem.isdecimal() else -1)
     is_known = True
@@ -173,17 +174,23 @@ def newest_process(path: Path) -> tuple[Process | None, bool]:
 def _lines(path: Path, tail_only: bool) -> Iterator[dict[str, Any]]:
     try:
         with path.open("rb") as file:
-            if tail_only:
-                file.seek(max(path.stat().st_size - _TAIL_BYTES, 0))
+            begin = max(path.stat().st_size - _TAIL_BYTES, 0) if tail_only else 0
+            if begin:
+                yield from _decoded(file.readline())
+                file.seek(begin)
             for text in file:
-                try:
-                    line = json.loads(text)
-                except (ValueError, RecursionError):
-                    continue
-                if isinstance(line, dict):
-                    yield line
+                yield from _decoded(text)
     except OSError:
         return
+
+
+def _decoded(text: bytes) -> Iterator[dict[str, Any]]:
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return
+    if isinstance(line, dict):
+        yield line
 
 
 def _process(line: Mapping[str, Any], rank: int) -> Process:
@@ -302,7 +309,8 @@ def sentence(slow: SlowRank) -> str:
     """Say which rank is waited for, and why."""
     share = slow.own_excess_s / slow.seconds
     text = f"rank {slow.rank} is waited for {_ms(slow.own_excess_s)} ms of a step ({share:.0%})"
-    return f"{text}: its {slow.kind} takes {_ms(slow.excess_s)} ms longer than on the others"
+    kind = "own code" if slow.kind == "other" else slow.kind
+    return f"{text}: its {kind} takes {_ms(slow.excess_s)} ms longer than on the others"
 
 
 def _ms(seconds: float) -> str:

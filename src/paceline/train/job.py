@@ -38,12 +38,14 @@ from paceline.train.before_update import CHECKED, BeforeUpdate, check_same_param
 from paceline.train.best import BEST, Best
 from paceline.train.checkpoint_copies import CheckpointCopier, copier_of, fetched, finish_copies, save_copy
 from paceline.train.collective_steps import CollectiveSteps
+from paceline.train.count_memory import count_memory
 from paceline.train.data import Batch, moved, no_data, open_data
 from paceline.train.events import VERSION, open_events, peak_memory_bytes, restart_fact
 from paceline.train.generate_job import generate_with, whole_model
 from paceline.train.kept import SETTINGS, KeptObjects
 from paceline.train.last_checkpoint import first_failure
 from paceline.train.load_weights import check_flags, read_weights
+from paceline.train.memory_file import write_memory
 from paceline.train.pictures import Pictures
 from paceline.train.precision import autocast
 from paceline.train.seed import random_state, restore_random_state, seed_everything
@@ -51,6 +53,8 @@ from paceline.train.servers import ServerSteps
 from paceline.train.step import train_step
 from paceline.train.step_board import StepBoard
 from paceline.train.times_file import TimesFile
+
+_COUNTED_STEP = 2  # of a process, after which its memory is counted: the first step makes the optimizer's state
 
 STEPS = {"collectives": CollectiveSteps, "servers": ServerSteps}  # by `Plan.strategy`
 
@@ -362,6 +366,9 @@ class Job:
         """Write the record of the last step, and where its time went."""
         assert self.last is not None
         self.events.write({**self.last.to_json(), "times": self.times_file.end_step(self.step_number)})
+        if self.run_dir is not None and self.times_file.steps == _COUNTED_STEP:
+            content = count_memory(self.models(), self.optimizer, self.device)
+            write_memory(self.run_dir, self.rank, {"step": self.step_number, **content})
 
     def schedule(self, metric: Any) -> None:
         """Step the schedulers of the workload that step by a metric, such as ReduceLROnPlateau.

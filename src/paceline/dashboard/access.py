@@ -1,0 +1,171 @@
+"""Let only those in who have the token, and only under names of this server.
+
+A page of another site can make a browser send requests here. So a request needs the token, as a cookie or a header, and
+what changes something also needs to come from one of the dashboard's own pages.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlencode
+
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from paceline.nouns.errors import UsageError
+
+TOKEN_VARIABLE = "PACELINE_DASHBOARD_TOKEN"
+LEAST_CHARACTERS = 16
+_FORM = re.compile(r"[A-Za-z0-9_.~-]+")
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_HEADERS = {
+    # plotly.js writes style elements; scripts come from this server alone.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; connect-src 'self'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+_YEAR = "max-age=31536000, immutable"
+
+
+def token_of(environment: Mapping[str, str]) -> str:
+    """Return the token that the environment has, or a new one.
+
+    Raises:
+        UsageError: the environment's is short, or has characters that an address can't have.
+    """
+    token = environment.get(TOKEN_VARIABLE)
+    if token is None:
+        return secrets.token_urlsafe(24)
+    if len(token) < LEAST_CHARACTERS or not _FORM.fullmatch(token):
+        raise UsageError(
+            f"the token in {TOKEN_VARIABLE}",
+            f"it has {len(token)} characters; {LEAST_CHARACTERS} or more are needed, of A-Z a-z 0-9 _ . ~ -",
+            f"take `openssl rand -hex 16`, or unset {TOKEN_VARIABLE}: then one is made",
+        )
+    return token
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may use the server.
+
+    Args:
+        token: that a request must have.
+        port: of the server. Cookies are sent to all ports of a host, so their name has it.
+        hosts: names under which it may be asked for; empty: any name, where it listens beyond loopback.
+    """
+
+    token: str
+    port: int
+    hosts: Sequence[str] = _LOOPBACK
+
+    @property
+    def cookie(self) -> str:
+        """Return the name of the cookie."""
+        return f"paceline_dashboard_{self.port}"
+
+    def is_right(self, token: str) -> bool:
+        """Return whether a token is the server's, in a time that does not tell how much of it is."""
+        return hmac.compare_digest(token.encode(), self.token.encode())
+
+    def refusal(self, request: Request) -> Response | None:
+        """Return the answer to a request that may not pass; None: it may."""
+        name = _host_of(request.headers.get("host", ""))
+        if self.hosts and name not in self.hosts:
+            # A page of another site, whose name somebody has made point to this address.
+            return PlainTextResponse(f"this server is not {name[:100]!r}: open the address that it printed\n", 421)
+        if request.url.path.startswith("/static/") or request.url.path == "/login":
+            return None
+        if (given := request.query_params.get("token")) is not None:
+            return self._entered(request, given)
+        if not self._has_token(request):
+            return LoginNeededResponse()
+        if request.method not in ("GET", "HEAD") and not self._is_own_page(request):
+            return PlainTextResponse("this request does not come from a page of the dashboard\n", 403)
+        return None
+
+    def _entered(self, request: Request, given: str) -> Response:
+        """Keep a right token as a cookie, and leave it out of the address, which histories keep."""
+        if not self.is_right(given):
+            return LoginNeededResponse(was_wrong=True)
+        rest = [(name, value) for name, value in request.query_params.multi_items() if name != "token"]
+        # A path that begins with two slashes would be the name of another host.
+        path = "/" + request.url.path.lstrip("/")
+        answer = RedirectResponse(path + (f"?{urlencode(rest)}" if rest else ""), 303)
+        answer.set_cookie(self.cookie, self.token, httponly=True, samesite="lax", path="/")
+        return answer
+
+    def _has_token(self, request: Request) -> bool:
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer":
+            return self.is_right(token.strip())
+        return self.is_right(request.cookies.get(self.cookie, ""))
+
+    def _is_own_page(self, request: Request) -> bool:
+        if request.headers.get("authorization"):
+            return True  # no browser sends that by itself
+        origin = request.headers.get("origin", "")
+        return origin == f"http://{request.headers.get('host', '')}"
+
+
+class LoginNeededResponse(PlainTextResponse):
+    """Says that a token is needed. The app shows its page in place of this.
+
+    Args:
+        was_wrong: there was one, which is not the server's.
+    """
+
+    def __init__(self, was_wrong: bool = False) -> None:
+        super().__init__("a token is needed\n", 401)
+        self.was_wrong = was_wrong
+
+
+class Guard:
+    """Ask `Access` before each request, and add to each answer what browsers should refuse.
+
+    Args:
+        app: that answers.
+        access: who may ask.
+        login_page: makes the page for those without the token.
+    """
+
+    def __init__(self, app: ASGIApp, access: Access, login_page: Callable[[Request, bool], Response]) -> None:
+        self.app = app
+        self.access = access
+        self.login_page = login_page
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
+                is_static = scope["path"].startswith("/static/") and message["status"] == 200
+                headers.setdefault("Cache-Control", _YEAR if is_static else "no-store")
+            await send(message)
+
+        request = Request(scope)
+        refusal = self.access.refusal(request)
+        if isinstance(refusal, LoginNeededResponse):
+            refusal = self.login_page(request, refusal.was_wrong)
+        await (self.app if refusal is None else refusal)(scope, receive, send_with_headers)
+
+
+def _host_of(header: str) -> str:
+    """Return the name in a Host header, without the port."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0]
+    return header.rpartition(":")[0] if ":" in header else header

@@ -1,0 +1,90 @@
+"""List the runs of a folder again and again, and read only those that have changed since."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.run.summary import RUNNING, SILENT, Run, read_run
+
+PAGE = 100  # runs of a page
+SORTS = {  # by the names in addresses
+    "started": lambda run: run.started,
+    "job": lambda run: run.name.casefold(),
+    "status": lambda run: run.status,
+    "step": lambda run: run.step,
+    "loss": lambda run: (run.loss is None or run.loss != run.loss, run.loss or 0.0),
+    "ranks": lambda run: run.ranks,
+    "plan": lambda run: run.plan,
+}
+_FILES = ("job.json", "plan.json", "result.json", "events.jsonl")
+
+_State = tuple[tuple[int, int], ...]
+
+
+class RunList:
+    """The runs of a folder.
+
+    Args:
+        folder: that has their run directories. It may come later, or go.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._known: dict[str, tuple[_State, Run]] = {}
+        self._lock = threading.Lock()
+
+    def runs(self) -> list[Run]:
+        """Return all runs, the one that was started last first."""
+        with self._lock:
+            known = {}
+            for path in self.folder.glob("*/job.json"):
+                known[path.parent.name] = self._read(path.parent)
+            self._known = known
+        return sorted((run for _, run in known.values()), key=SORTS["started"], reverse=True)
+
+    def _read(self, folder: Path) -> tuple[_State, Run]:
+        state = tuple(_state(folder / name) for name in _FILES)
+        before = self._known.get(folder.name)
+        # Of a run without a result the status depends on the time too.
+        if before is not None and before[0] == state and before[1].status not in (RUNNING, SILENT):
+            return before
+        return state, read_run(folder)
+
+    def folder_of(self, name: str) -> Path | None:
+        """Return the run directory of a name that came from outside; None: there is no such run."""
+        if not name or name in (".", "..") or "/" in name or "\0" in name:
+            return None
+        folder = self.folder / name
+        try:
+            return folder if (folder / "job.json").is_file() else None
+        except OSError:  # a name that is too long
+            return None
+
+
+def chosen(runs: Sequence[Run], text: str, status: str, sort: str) -> list[Run]:
+    """Return the runs that are wanted, in the order that is wanted.
+
+    Args:
+        runs: all.
+        text: words that all are in a run's name, plan or file.
+        status: that it has; "": any.
+        sort: one of SORTS; with a "-" before it the largest first.
+    """
+    words = text.casefold().split()
+    found = []
+    for run in runs:
+        content = " ".join((run.name, run.plan, *run.script)).casefold()
+        if all(word in content for word in words) and status in ("", run.status):
+            found.append(run)
+    key = SORTS.get(sort.removeprefix("-"), SORTS["started"])
+    return sorted(found, key=key, reverse=sort.startswith("-"))
+
+
+def _state(path: Path) -> tuple[int, int]:
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0
+    return found.st_mtime_ns, found.st_size

@@ -1,0 +1,44 @@
+"""How fast a job is over its newest steps, from the end of its events."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.run.summary import Run
+from paceline.run.supervise.progress import decoded, speed
+
+_TAIL_BYTES = 2**16
+_WINDOW = 50  # steps
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """The speed of a job.
+
+    Attributes:
+        samples_per_s: over its newest steps; None before the second, and where the loop makes its own batches.
+        left_s: seconds until its last step, at that speed; None where nobody knows.
+    """
+
+    samples_per_s: float | None
+    left_s: float | None
+
+
+def speed_of(folder: Path, run: Run) -> Speed:
+    """Return the speed of the job in a run directory."""
+    try:
+        with (folder / "events.jsonl").open("rb") as file:
+            file.seek(max(os.fstat(file.fileno()).st_size - _TAIL_BYTES, 0))
+            events = list(decoded(file.read()))
+    except OSError:
+        return Speed(None, None)
+    # Of this process: between two there is time without a step, and steps are taken again.
+    begins = [number for number, event in enumerate(events) if event["event"] in ("start", "resumed")]
+    records = [event for event in events[begins[-1] if begins else 0 :] if event["event"] == "step"][-_WINDOW:]
+    if len(records) < 2 or records[-1]["at"] <= records[0]["at"]:
+        return Speed(speed(records), None)
+    a_step_s = (records[-1]["at"] - records[0]["at"]) / (len(records) - 1)
+    left_s = a_step_s * (run.total_steps - run.step) if run.total_steps >= run.step else None
+    return Speed(speed(records), left_s)

@@ -1,0 +1,64 @@
+"""Count what this rank's memory holds, by kind, once the optimizer has its state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from paceline.comm.dtensor import local
+from paceline.parallel.optimizer_parts import parts_of
+from paceline.train.events import peak_memory_bytes
+
+
+def count_memory(
+    models: Sequence[torch.nn.Module], optimizer: torch.optim.Optimizer, device: torch.device
+) -> dict[str, int | str]:
+    """Return bytes by kind, the peak, and the device, as `write_memory` takes them.
+
+    A storage that several tensors share counts once, as the first kind that has it.
+
+    Args:
+        models: that this rank trains, or its parts of them.
+        optimizer: of these.
+        device: whose memory is counted: tensors on others, such as offloaded state, are left out.
+    """
+    counted: set[int] = set()
+    parameters = [parameter for model in models for parameter in model.parameters()]
+    buffers = [buffer for model in models for buffer in model.buffers()]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    states = [part.state for part in parts_of(optimizer)]
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_memory_bytes()
+    return {
+        "device": str(device),
+        "parameters": _nbytes(parameters, device, counted),
+        "buffers": _nbytes(buffers, device, counted),
+        "gradients": _nbytes(gradients, device, counted),
+        "optimizer state": _nbytes(_tensors(states), device, counted),
+        "peak": peak,
+    }
+
+
+def _nbytes(tensors: Iterable[torch.Tensor], device: torch.device, counted: set[int]) -> int:
+    total = 0
+    for tensor in tensors:
+        part = local(tensor.detach())
+        if part.device.type != device.type or part.layout != torch.strided:
+            continue
+        storage = part.untyped_storage()
+        if storage.data_ptr() not in counted:
+            counted.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total
+
+
+def _tensors(value: Any, depth: int = 8) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each, depth - 1)
+    elif depth and isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each, depth - 1)

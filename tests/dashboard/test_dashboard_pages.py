@@ -1,0 +1,216 @@
+"""The dashboard's pages in a real Chromium: every page of a job that runs, live, and without another host.
+
+PACELINE_SCREENSHOTS=docs/dashboard keeps the pictures that docs/dashboard.md shows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.browsers import Watched, chromium, needs_chromium
+from support.dashboards import TOKEN, Server, dashboard, make_run
+from support.jobs import start, wait_for
+
+pytestmark = [pytest.mark.integration, needs_chromium]
+browser = chromium
+DOCS = Path(__file__).parents[2] / "docs" / "dashboard"
+PAGES = {
+    "overview": "/run/train", "time": "/run/train/time", "timeline": "/run/train/timeline?first=2&last=3",
+    "plan": "/run/train/plan", "memory": "/run/train/memory", "events": "/run/train/events",
+    "output": "/run/train/output", "why": "/run/train/why", "runs": "/", "compare": "/compare?run=train&run=baseline",
+}  # fmt: skip
+TRAIN = """
+import os, time, torch, paceline
+
+def model():
+    return torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
+
+def samples():
+    inputs = torch.randn(640, 64, generator=torch.Generator().manual_seed(1))
+    return torch.utils.data.TensorDataset(inputs, inputs[:, :8].argmax(1))
+
+def loss(model, batch):
+    inputs, labels = batch
+    return torch.nn.functional.cross_entropy(model(inputs), labels, reduction="sum"), len(labels)
+
+workload = paceline.Workload(
+    model=model, data=samples, loss=loss, batch_size=64, epochs=1000,
+    optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+)
+
+if __name__ == "__main__":
+    job = paceline.distribute(workload)
+    for batch in job.batches():
+        if job.rank == 2:
+            time.sleep(0.03)
+        job.step(batch)
+        time.sleep(0.02)
+        job.log(lr=1e-3 / job.step_number)
+        if job.step_number % 20 == 0:
+            print(f"step {job.step_number} of rank {job.rank}")
+            job.evaluate(samples)
+        if job.rank == 0 and job.step_number == 5:
+            job.log_text("sample", "<b>to be</b> or not to be")
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Server]:
+    """The dashboard of a job of four ranks that trains, and of a run that has ended."""
+    folder = tmp_path_factory.mktemp("dashboard")
+    if "PACELINE_SCREENSHOTS" in os.environ:  # pictures show paths
+        folder = Path(tempfile.gettempdir()) / "example"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+    (folder / "train.py").write_text(TRAIN)
+    make_run(folder / "runs", "baseline", steps=60)
+    job = start(folder, "run", "-n", "4", "--plan", "replicate=2,tensor=2", "--job", "train", "train.py")
+    events = folder / "runs" / "train" / "events.jsonl"
+    try:
+        assert wait_for(lambda: events.exists() and b'"step": 25,' in events.read_bytes(), 120), job.poll()
+        with dashboard(folder / "runs") as served:
+            yield served
+    finally:
+        job.send_signal(signal.SIGINT)
+        job.communicate(timeout=60)
+
+
+@pytest.fixture
+def opened(browser, server) -> Iterator[Watched]:
+    context = browser.new_context(viewport={"width": 1280, "height": 800})
+    watched = Watched(context, server)
+    yield watched
+    context.close()
+    assert watched.faults == []
+
+
+def picture(watched: Watched, name: str, folder: Path) -> None:
+    """Take a picture of a page, which must show more than one colour, and keep it where somebody asks for that."""
+    path = Path(os.environ.get("PACELINE_SCREENSHOTS", folder)) / f"{name}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    watched.page.screenshot(path=path, full_page=name not in ("runs", "events", "output", "plan"))
+    assert path.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_page_opens_without_a_fault(opened, name, tmp_path):
+    opened.open(PAGES[name])
+    if name == "why":
+        opened.page.click("#ask-button")
+        opened.page.wait_for_selector("#answer")
+    picture(opened, name, tmp_path)
+    text = opened.page.inner_text("main")
+    wanted = {
+        "overview": "Checkpoints", "time": "rank 2 is waited for", "timeline": "Perfetto", "plan": "pieces of layers",
+        "memory": "optimizer state", "events": "evaluation", "output": "of rank 3", "why": "rank 2 is waited for",
+        "runs": "baseline", "compare": "plan: mesh",
+    }  # fmt: skip
+    assert wanted[name] in text
+    assert DOCS.joinpath(f"{name}.png").exists(), "docs/dashboard.md shows each page"
+    charts = opened.page.locator(".js-plotly-plot").count()
+    assert charts >= {"overview": 6, "compare": 4, "time": 1, "timeline": 1, "memory": 1}.get(name, 0)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_dark_on_a_small_screen(browser, server, name, tmp_path):
+    context = browser.new_context(viewport={"width": 360, "height": 740}, color_scheme="dark")
+    watched = Watched(context, server)
+    watched.open(PAGES[name])
+    assert watched.page.evaluate("document.documentElement.scrollWidth") <= 360, "it must not scroll sideways"
+    assert watched.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(17, 24, 31)"
+    if name == "time":
+        picture(watched, f"{name}-dark", tmp_path)
+    context.close()
+    assert watched.faults == []
+
+
+def test_a_page_follows_a_job_that_trains(opened):
+    opened.open("/run/train")
+    before = opened.page.inner_text("#head")
+    chart = "document.querySelector('.chart').data.at(-1).x.at(-1)"
+    step = opened.page.evaluate(chart)
+    assert wait_for(lambda: opened.page.inner_text("#head") != before, 20)
+    assert wait_for(lambda: opened.page.evaluate(chart) > step, 20)
+    assert "<b>to be</b>" in opened.page.inner_text("#rest")
+
+
+def test_all_of_it_is_reached_by_the_keyboard(opened):
+    page = opened.page
+    opened.open("/")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    page.keyboard.press("/")
+    page.keyboard.type("train")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/?q=train*")
+    assert page.locator("tbody tr").count() >= 1
+    page.locator("tbody th a", has_text="train").first.focus()
+    time.sleep(4.5)  # the table is refreshed meanwhile
+    assert page.evaluate("document.activeElement.innerText") == "train"
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/run/train")
+    page.keyboard.press("2")
+    page.wait_for_url("**/run/train/time")
+    page.keyboard.press("1")
+    page.wait_for_url("**/run/train")
+    page.wait_for_selector("[data-curves][data-is-drawn=all]")
+    page.locator("summary").first.focus()
+    page.keyboard.press("Enter")
+    assert page.locator("details[open] table tr").count() > 10, "a chart's numbers can be read"
+
+
+def test_chosen_runs_stay_chosen_while_the_list_is_refreshed(opened):
+    opened.open("/")
+    for name in ("train", "baseline"):
+        opened.page.check(f"input[value={name}]")
+    time.sleep(4.5)
+    opened.page.click("#compare-button")
+    opened.page.wait_for_url("**/compare?**")
+    assert opened.page.inner_text("thead").split() == ["train", "baseline"]
+
+
+def test_the_colours_that_were_chosen_are_kept(opened):
+    opened.open("/run/train/time")
+    opened.page.select_option("#theme", "dark")
+    opened.open("/")
+    assert opened.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(17, 24, 31)"
+
+
+def test_a_wrong_token_shows_a_page_with_a_way_in(browser, server):
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(f"{server.address}/?token=not-this-one")
+    assert "not the token" in page.inner_text("main")
+    page.fill("input", TOKEN)
+    page.click("button")
+    page.wait_for_selector("#runs")
+    assert page.url == f"{server.address}/"
+    context.close()
+
+
+def test_names_are_text_in_charts_too(browser, tmp_path):
+    evil = "<img src=x onerror=document.title='owned'>"
+    for name in (evil, "other"):
+        folder = make_run(tmp_path / "runs", name)
+        with (folder / "events.jsonl").open("a") as file:
+            file.write(json.dumps({"event": "logged", "at": 1.0, "step": 3, evil: 1.0}) + "\n")
+    with dashboard(tmp_path / "runs") as served:
+        context = browser.new_context()
+        watched = Watched(context, served)
+        watched.open("/compare?run=other&run=%3Cimg%20src%3Dx%20onerror%3Ddocument.title%3D%27owned%27%3E")
+        assert watched.page.locator(".legendtext", has_text="<img src=x").count() > 0
+        watched.open("/run/other")
+        assert evil in watched.page.inner_text("[data-curves]")
+        assert watched.page.locator("main img").count() == 0
+        assert watched.page.title() != "owned"
+        context.close()
+    assert watched.faults == []

@@ -1,0 +1,267 @@
+"""The dashboard's server: who gets in, what pages say, and what bad files and addresses do."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from paceline.cli.main import main
+from paceline.dashboard.access import Access, token_of
+from paceline.nouns.errors import UsageError
+
+from support.dashboards import TOKEN, dashboard, make_run, start_event, step_event, write_events
+
+PAGES = ("", "/time", "/timeline", "/plan", "/memory", "/events", "/output", "/why", "/data/curves", "/trace.json")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """A dashboard of good and bad runs."""
+    runs = tmp_path_factory.mktemp("dashboard") / "runs"
+    make_run(runs, "good")
+    make_run(runs, "mesh", plan="replicate=2,tensor=2")
+    make_run(runs, "<img src=x onerror=alert(1)>", status="<i>odd")
+    make_run(runs, "a b%2F?#&+é")
+    for name in ("torn", "empty", "folders"):
+        make_run(runs, name)
+    (runs / "torn" / "plan.json").write_text('{"mesh": ')
+    (runs / "torn" / "result.json").write_text("[]")
+    with (runs / "torn" / "events.jsonl").open("a") as file:
+        file.write('{"event": "step", "st')
+    for name in ("plan.json", "events.jsonl", "result.json"):
+        (runs / "empty" / name).write_text("")
+        (runs / "folders" / name).unlink()
+        (runs / "folders" / name).mkdir()
+    (runs / "no-run").mkdir()
+    (runs.parent / "outside").mkdir()
+    (runs.parent / "outside" / "job.json").write_text("{}")
+    (runs.parent / "secret.png").write_text("secret")
+    older = make_run(runs, "older")
+    first = start_event(2)
+    del first["version"]
+    write_events(older / "events.jsonl", [first, step_event(1), {"event": "of_later", "at": 1.0, "x": "<b>bold</b>"}])
+    with dashboard(runs) as served:
+        yield served
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/compare?run=good", "/run/good/data/curves", "/run/good/trace.json", "/nowhere"]
+)
+@pytest.mark.parametrize(
+    ("headers", "query"),
+    [
+        ({}, ""),
+        ({"Authorization": "Bearer wrong-token-wrong"}, ""),
+        ({"Authorization": f"Basic {TOKEN}"}, ""),
+        ({"Cookie": "paceline_dashboard_1=" + TOKEN}, ""),
+        ({"Cookie": "paceline_dashboard={}"}, ""),
+        ({}, "token=wrong-token-wrong"),
+        ({}, "token="),
+        ({}, "token=" + TOKEN[:-1]),
+        ({}, "token=%F0%9F%92%A9"),
+    ],
+)
+def test_without_the_token_there_is_nothing(server, path, headers, query):
+    answer = server.ask(path + ("&" if "?" in path else "?") * bool(query) + query, token=None, **headers)
+    assert answer.status == 401
+    assert "good" not in answer.text
+    assert TOKEN not in answer.text
+    assert ("not the token" in answer.text) == bool(query)
+
+
+def test_the_token_becomes_a_cookie_and_leaves_the_address(server):
+    answer = server.ask(f"/run/good/events?kind=start&token={TOKEN}", token=None)
+    assert (answer.status, answer.headers["location"]) == (303, "/run/good/events?kind=start")
+    cookie = answer.headers["set-cookie"]
+    assert "HttpOnly" in cookie
+    assert "SameSite=lax" in cookie
+    assert server.ask("/", token=None, Cookie=cookie.partition(";")[0]).status == 200
+
+
+@pytest.mark.parametrize("path", ["//evil.example/x", "///evil.example", "/%2f/evil.example"])
+def test_the_token_sends_nobody_to_another_host(server, path):
+    answer = server.ask(f"{path}?token={TOKEN}", token=None)
+    assert answer.status == 303
+    assert not answer.headers["location"].startswith(("//", "http"))
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[::2]"])
+def test_names_of_other_hosts_are_refused(server, host):
+    assert server.ask("/", Host=host).status == 421
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]"])
+def test_names_of_this_host_are_not(server, host):
+    assert server.ask("/", Host=f"{host}:{server.port}").status == 200
+
+
+@pytest.mark.parametrize("origin", [None, "http://evil.example", "null", "https://127.0.0.1:1"])
+def test_pages_of_others_ask_no_rank(server, origin):
+    cookie = f"paceline_dashboard_{server.port}={TOKEN}"
+    headers = {"Cookie": cookie} | ({} if origin is None else {"Origin": origin})
+    assert server.ask("/run/good/why", "POST", token=None, **headers).status == 403
+    own = {"Cookie": cookie, "Origin": server.address}
+    assert server.ask("/run/good/why", "POST", token=None, **own).status == 200
+
+
+def test_browsers_are_told_what_to_refuse(server):
+    for path in ("/", "/login", "/static/dashboard.js", "/nowhere"):
+        headers = server.ask(path).headers
+        assert "script-src 'self';" in headers["content-security-policy"], path
+        assert headers["x-content-type-options"] == "nosniff"
+    assert server.ask("/").headers["cache-control"] == "no-store"
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("name", ["good", "mesh", "torn", "empty", "folders", "older", "a%20b%252F%3F%23%26%2B%C3%A9"])
+def test_every_page_of_every_run_can_be_opened(server, name, page):
+    answer = server.ask(f"/run/{name}{page}")
+    assert answer.status == 200, answer.text
+    if page == "/why":
+        assert server.ask(f"/run/{name}{page}", "POST").status == 200
+
+
+@pytest.mark.parametrize("page", PAGES[:8])
+def test_html_in_names_is_text(server, page):
+    text = server.ask("/run/%3Cimg%20src%3Dx%20onerror%3Dalert(1)%3E" + page).text
+    assert "&lt;img src=x" in text
+    assert "<img src=x" not in text
+    text += server.ask("/run/older" + page).text + server.ask("/").text
+    text += server.ask("/compare?run=good&run=%3Cimg%20src%3Dx%20onerror%3Dalert(1)%3E").text
+    assert not [bad for bad in ("<img src=x", "<b>bold", "<i>odd") if bad in text]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/run/none", "/run/no-run", "/run/..", "/run/%2e%2e", "/run/..%2Foutside", "/run/" + "x" * 5000, "/run/%00",
+        "/run/good/none", "/static/none", "/static/..%2Fapp.py", "/run/good/picture?path=..%2F..%2Fsecret.png",
+        "/run/good/picture?path=events.jsonl", "/run/good/picture", "/none",
+    ],
+)  # fmt: skip
+def test_what_is_not_there_is_not_found(server, path):
+    answer = server.ask(path)
+    assert answer.status == 404
+    assert "secret" not in answer.text.replace("secret.png", "")
+
+
+@pytest.mark.parametrize(
+    "query", ["page=-1", "page=x", "page=99999999999999999999", "kind=none", "kind=%00", "first=x", "first=0&last=-4"]
+)
+def test_odd_queries_show_something(server, query):
+    for page in ("/events", "/timeline", "/data/curves", "/data/spans", ""):
+        assert server.ask(f"/run/good{page}?{query}").status == 200
+    assert server.ask(f"/?{query}&sort=none&status=none").status == 200
+
+
+def test_the_list_finds_sorts_and_says_what_a_run_is(server):
+    text = server.ask("/?q=good").text
+    assert "1 of " in text
+    assert "/run/good" in text
+    assert "/run/older" not in text
+    by_name = server.ask("/?sort=job").text
+    assert by_name.index('href="/run/good"') < by_name.index('href="/run/torn"')
+    falling = server.ask("/?sort=-job").text
+    assert falling.index('href="/run/good"') > falling.index('href="/run/torn"')
+    assert "No run matches" in server.ask("/?q=zzz").text
+
+
+def test_two_runs_are_compared(server):
+    text = server.ask("/compare?run=good&run=mesh&run=none&run=good").text
+    assert text.count('<th scope="col">') == 2
+    assert "plan: mesh" in text
+    data = server.ask("/data/compare?run=good&run=mesh").json()
+    loss = next(chart for chart in data["charts"] if chart["name"] == "loss")
+    assert [curve["run"] for curve in loss["runs"]] == ["good", "mesh"]
+    assert "Choose two or more" in server.ask("/compare").text
+
+
+def test_what_has_not_changed_is_not_sent_again(server):
+    first = server.ask("/run/good/events")
+    assert server.ask("/run/good/events", If_None_Match=first.headers["etag"]).status == 304
+
+
+def test_a_run_that_is_written_is_seen(server, tmp_path_factory):
+    assert server.ask("/run/good/data/curves").json()["curves"][0]["step"][-1] == 20
+    runs = next(path for path in tmp_path_factory.getbasetemp().glob("dashboard*/runs"))
+    with (runs / "good" / "events.jsonl").open("a") as file:
+        file.write(json.dumps(step_event(21)) + "\n")
+    assert server.ask("/run/good/data/curves").json()["curves"][0]["step"][-1] == 21
+
+
+def test_bad_requests_get_one_clear_error(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "runs").mkdir()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for words, found in (
+            (["none"], "no such folder"),
+            (["file"], "it is a file"),
+            (["--port", "-1"], "ports go from 0 to 65535"),
+            (["--port", "70000"], "ports go from 0 to 65535"),
+            (["--port", port], "another program listens there"),
+            (["--host", "198.51.100.7"], "no such address"),
+            (["--host", "no host"], "no such address"),
+        ):
+            assert main(["dashboard", *words]) == 2, words
+            assert found in capsys.readouterr().err, words
+
+
+@pytest.mark.parametrize("token", ["", "short", "with space in the middle", "\u00e9" * 20, "a" * 15])
+def test_a_weak_token_is_refused(token):
+    with pytest.raises(UsageError, match="token"):
+        token_of({"PACELINE_DASHBOARD_TOKEN": token})
+
+
+def test_tokens_are_made_anew():
+    assert token_of({}) != token_of({})
+    assert len(token_of({})) >= 32
+
+
+def test_a_token_of_other_characters_is_wrong_and_no_error():
+    assert not Access("right" * 5, 1).is_right("falsch\u00e9\udce9".encode("utf-8", "replace").decode())
+
+
+def test_a_run_directory_leads_to_its_run(tmp_path):
+    make_run(tmp_path / "runs", "one&two")
+    with dashboard(tmp_path / "runs" / "one&two") as server:
+        assert server.ask("/run/one%26two").status == 200
+
+
+def test_the_next_free_port_is_taken_where_none_is_asked_for(tmp_path):
+    from paceline.dashboard import serve
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(serve, "PORT", taken.getsockname()[1])
+            with serve._listener("127.0.0.1", None) as listener:
+                assert listener.getsockname()[1] != taken.getsockname()[1]
+
+
+def test_it_listens_on_this_machine_alone_unless_asked(server):
+    import psutil
+
+    (listening,) = [each for each in psutil.Process(server.process.pid).net_connections() if each.status == "LISTEN"]
+    assert listening.laddr.ip == "127.0.0.1"
+    (child,) = [" ".join(psutil.Process(server.process.pid).cmdline())]
+    assert TOKEN not in child
+
+
+def test_without_the_extra_it_says_what_to_install(tmp_path):
+    (tmp_path / "runs").mkdir()
+    code = (
+        "import sys; sys.modules['starlette'] = None; from paceline.cli.main import main; sys.exit(main(['dashboard']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=os.environ)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "pip install 'paceline[dashboard]'" in done.stderr
