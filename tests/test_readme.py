@@ -122,6 +122,7 @@ NEITHER = {
     "srun": "it needs a Slurm allocation: tests/integration/test_launchers.py",
     "mpirun": "it needs an MPI: tests/integration/test_launchers.py",
     "ssh h1 true": "it needs another host",
+    "ssh -L": "the same",
     "python contrastive.py": "tests/comm/test_collectives_page.py runs it",
     "python examples/glue": "tests/examples trains it",
     "python examples/distil": "tests/examples/test_distil.py trains it",

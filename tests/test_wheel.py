@@ -28,6 +28,7 @@ def files(folder, *patterns):
 
 
 OF_EXAMPLES = ("*.py", "*.md", "*.ipynb", "*.png", ".airflowignore")
+OF_PAGES = ("*.html", "*.css", "*.js")  # of the dashboard
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def metadata(built):
 
 
 def test_the_wheel_has_the_package_and_the_examples_alone(built):
-    source = {f"paceline/{name}" for name in files("src/paceline", "*.py", "py.typed")}
+    source = {f"paceline/{name}" for name in files("src/paceline", "*.py", "py.typed", *OF_PAGES)}
     examples = {f"paceline/example_files/{name}" for name in files("examples", *OF_EXAMPLES)}
     about = {f"{NAME}.dist-info/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt")}
     with zipfile.ZipFile(built[0]) as wheel:
@@ -56,7 +57,7 @@ def test_the_wheel_has_the_package_and_the_examples_alone(built):
 
 
 def test_the_source_distribution_has_what_a_build_needs(built):
-    source = {f"src/paceline/{name}" for name in files("src/paceline", "*.py", "py.typed")}
+    source = {f"src/paceline/{name}" for name in files("src/paceline", "*.py", "py.typed", *OF_PAGES)}
     examples = {f"examples/{name}" for name in files("examples", *OF_EXAMPLES)}
     about = {"README.md", "CHANGELOG.md", "LICENSE", "constraints.txt", "pyproject.toml", "PKG-INFO", ".gitignore"}
     with tarfile.open(built[1]) as sdist:

@@ -8,6 +8,7 @@ import json
 import lzma
 import os
 import random
+import re
 import runpy
 import shutil
 import sys
@@ -443,7 +444,8 @@ def test_a_killed_job_goes_on_and_ends_as_if_nothing_had_been(tmp_path, data):
     assert not (tmp_path / "torn.json").exists()
     resumed = run("torn", "--plan", "shard=2", "--resume")
     assert resumed.code == 0, resumed.err
-    assert "goes on at step-00000006" in resumed.err
+    # Checkpoints are written in the background: that of step 6 may not have been complete.
+    assert re.search("goes on at step-0000000[36]", resumed.err), resumed.err
     whole, torn = (json.loads((tmp_path / f"{job}.json").read_text()) for job in ("whole", "torn"))
     assert torn["scores"] == whole["scores"]
     assert losses(tmp_path / "runs" / "torn") == pytest.approx(losses(tmp_path / "runs" / "whole"), rel=1e-9)
