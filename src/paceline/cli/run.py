@@ -47,6 +47,8 @@ from paceline.run.start.outcome import JobEnd, Outcome
 from paceline.run.supervise.interrupts import interruptible
 from paceline.run.supervise.stalls import DEFAULT_S
 from paceline.run.supervise.supervisor import GRACE_S
+from paceline.train.profile_files import VARIABLE as PROFILE
+from paceline.train.profile_files import wanted_steps
 
 USAGE = "paceline run [options] FILE ..."
 _SENT = ("slurm", "kubernetes")  # there jobs are sent, and nothing stays to supervise them
@@ -73,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help=f"without progress until a notice says where each rank is (default {DEFAULT_S:g}; 0: never)",
     )
+    parser.add_argument("--profile", metavar="FIRST:LAST", help="steps that torch's profiler records, for the timeline")
     parser.add_argument(
         "--max-restarts",
         type=int,
@@ -148,7 +151,7 @@ def make_request(arguments: argparse.Namespace) -> tuple[RunRequest, ClusterSett
         hosts=hosts,
         shape=shape,
         limits=limits,
-        environment=environment_of(arguments.env),
+        environment=_variables(arguments),
         interface=settings.values.get("interface", arguments.interface or ""),
         python=settings.values.get("python", arguments.python or sys.executable),
         ssh=ssh,
@@ -161,6 +164,14 @@ def make_request(arguments: argparse.Namespace) -> tuple[RunRequest, ClusterSett
         is_dry_run=arguments.dry_run,
     )
     return request, settings
+
+
+def _variables(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return the variables that the ranks are given, by -x and by --profile."""
+    if arguments.profile is None:
+        return environment_of(arguments.env)
+    wanted_steps(arguments.profile, "--profile")
+    return environment_of([*arguments.env, f"{PROFILE}={arguments.profile}"])
 
 
 def _check_grace(seconds: float) -> None:

@@ -4,7 +4,8 @@ paceline timeline JOB                  writes JOB-timeline.json, which https://u
 paceline timeline JOB --steps 10:20    these steps alone
 
 It has every step's time by kind of work, and what was done in the first 20 steps and in every hundredth: forward and
-backward passes, collectives by axis, messages between stages as arrows, checkpoints. JOB is a run's name in the folder
+backward passes, collectives by axis, messages between stages as arrows, checkpoints. What `paceline run --profile` has
+recorded is in it too. JOB is a run's name in the folder
 of --runs, or the path of its run directory; it may still be running.
 """
 
@@ -15,7 +16,7 @@ import json
 from pathlib import Path
 
 from paceline.nouns.errors import UsageError
-from paceline.nouns.reading import parse_whole
+from paceline.nouns.step_range import parse_steps
 from paceline.run.summary import find_folder
 from paceline.run.timeline import make_trace, write_trace
 
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the trace."""
     folder = find_folder(arguments.runs, arguments.job)
-    first, last = _steps(arguments.steps)
+    first, last = (None, None) if arguments.steps is None else parse_steps(arguments.steps, "--steps")
     output = arguments.output or Path(f"{folder.resolve().name}-timeline.json")
     trace = make_trace(folder, first, last)
     if not trace.steps:
@@ -53,15 +54,3 @@ def run(arguments: argparse.Namespace) -> int:
     ranks = f"{len(trace.ranks)} rank{'s' * (len(trace.ranks) > 1)}"
     print(f"{output}: {trace.steps} steps of {ranks}, {trace.detailed} of them in detail; open it in ui.perfetto.dev")
     return 0
-
-
-def _steps(text: str | None) -> tuple[int | None, int | None]:
-    """Read FIRST:LAST."""
-    if text is None:
-        return None, None
-    words = text.split(":")
-    numbers = [parse_whole(word) for word in words]
-    first, last = numbers[0], numbers[-1]
-    if len(words) > 2 or first is None or last is None or not 1 <= first <= last:
-        raise UsageError(f"--steps {text}", "it is no range of steps, which count from 1", "write --steps 10:20")
-    return first, last

@@ -15,8 +15,12 @@ from typing import Any
 
 from paceline.run.supervise.progress import decoded
 from paceline.run.times import MOST_NS, StepTime, files_of, read_steps
+from paceline.train.profile_files import read_profile
 
 _STEPS, _WORK, _CHECKPOINTS, _AXES = 0, 1, 2, 3  # tracks of a rank; each axis has one from _AXES on
+_FIRST_OF_PROFILE = 1000  # the first track of what torch's profiler has recorded
+_ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
+_PROFILED = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver", "ac2g", "fwdbwd", *_ON_GPU)
 _SPAN_PARTS = 6
 _INSTANTS = ("resumed", "stopped", "checkpoint_failed", "end")
 _LEAST_MATCHES = 3  # moments of both hosts by which their clocks are compared
@@ -85,6 +89,8 @@ def make_trace(
     events += arrows
     if any(by_rank.values()) and not tail_only:
         events += _events_of_job(run_dir, first, last)
+        for rank, steps in by_rank.items():
+            events += _profile(run_dir, rank, steps, clock)
     every = [step for steps in by_rank.values() for step in steps]
     return Trace(
         events=events,
@@ -179,6 +185,38 @@ def _arrows(by_rank: Mapping[int, Sequence[StepTime]], clock: _Clock, tracks: Ma
             number += 1
             yield {"ph": "s", "id": number, **begin}
             yield {"ph": "f", "bp": "e", "id": number, **end}
+
+
+def _profile(run_dir: Path, rank: int, steps: Sequence[StepTime], clock: _Clock) -> Iterator[Event]:
+    """Yield what torch's profiler has recorded in some steps of a rank, each thread and stream as a track.
+
+    Args:
+        run_dir: of the run.
+        rank: whose.
+        steps: that are wanted.
+        clock: of the trace; the profiler's is the wall clock of the rank's host.
+    """
+    numbered = [step for step in steps if step.step is not None]
+    if not numbered:
+        return
+    begin_us = clock.at(numbered[0], numbered[0].begin_ns)
+    end_us = clock.at(numbered[-1], numbered[-1].begin_ns + numbered[-1].ns)
+    tracks: dict[tuple[Any, Any], int] = {}
+    for event in read_profile(run_dir, rank):
+        kind, phase = event.get("cat"), event.get("ph")
+        shift_us = begin_us - numbered[0].process.wall_of(numbered[0].begin_ns) / 1000
+        at_us = event["ts"] + shift_us
+        if kind not in _PROFILED or phase not in ("X", "s", "f") or not begin_us <= at_us <= end_us:
+            continue
+        place = event.get("pid"), event.get("tid")
+        if place not in tracks:
+            tracks[place] = _FIRST_OF_PROFILE + len(tracks)
+            name = f"GPU {place[0]}, stream {place[1]}" if kind in _ON_GPU else f"operations of thread {place[1]}"
+            yield _meta(rank, tracks[place], "thread_name", name)
+        moved = {**event, "pid": rank, "tid": tracks[place], "ts": at_us}
+        if phase != "X":
+            moved["id"] = f"{rank} {kind} {event.get('id')}"
+        yield moved
 
 
 def _events_of_job(run_dir: Path, first: int | None, last: int | None) -> Iterator[Event]:

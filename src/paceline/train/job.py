@@ -52,6 +52,7 @@ from paceline.train.seed import random_state, restore_random_state, seed_everyth
 from paceline.train.servers import ServerSteps
 from paceline.train.step import train_step
 from paceline.train.step_board import StepBoard
+from paceline.train.step_profiler import StepProfiler
 from paceline.train.times_file import TimesFile
 
 _COUNTED_STEP = 2  # of a process, after which its memory is counted: the first step makes the optimizer's state
@@ -366,6 +367,7 @@ class Job:
         """Write the record of the last step, and where its time went."""
         assert self.last is not None
         self.events.write({**self.last.to_json(), "times": self.times_file.end_step(self.step_number)})
+        self.profiler.step_ended(self.step_number)
         if self.run_dir is not None and self.times_file.steps == _COUNTED_STEP:
             content = count_memory(self.models(), self.optimizer, self.device)
             write_memory(self.run_dir, self.rank, {"step": self.step_number, **content})
@@ -957,6 +959,7 @@ class Job:
             last_checkpoint.discard_left(self)
         self.closed_step = self.step_number
         self.times_file.close()
+        self.profiler.close(self.step_number)
         self.events.write({"event": "end", "step": self.step_number, "ledger": self.ledger.rows()})
         self.events.close()
         self.pictures.close()
@@ -1010,6 +1013,7 @@ class Job:
         self.is_stepping = False  # stays set when a step fails
         self.process = os.getpid()
         self.times_file = TimesFile(self.run_dir, self.rank)  # before others ask the newest job for it
+        self.profiler = StepProfiler(self.run_dir, self.rank, os.environ, partial(self.notice, everywhere=True))
         _newest_job[:] = [self]
         self.board = StepBoard(self.steps.board_place)
         self.writer = CheckpointWriter(*self.steps.writer_place, self._report_save)
@@ -1034,6 +1038,7 @@ class Job:
         try:
             self._find_start(self.run_dir)
             self.steps.begin_run()
+            self.profiler.step_ended(self.step_number)
         except BaseException:  # the file may catch it, and make another job
             signal.signal(signal.SIGTERM, before)
             self.events.close()
