@@ -78,7 +78,7 @@ class StepProfiler:
     def _try(self, begin: Callable[[], None]) -> bool:
         """Return whether a part of the profiler has begun. A process has one: a second would end the first."""
         try:
-            if torch.autograd._profiler_enabled():
+            if torch._C._autograd._profiler_enabled():
                 raise RuntimeError("the file has a profiler of its own that records")
             begin()
             return True
