@@ -171,6 +171,23 @@ def test_the_list_finds_sorts_and_says_what_a_run_is(server):
     assert "No run matches" in server.ask("/?q=zzz").text
 
 
+def test_how_ranks_failed_is_told_the_first_cause_first(tmp_path):
+    folder = make_run(tmp_path / "runs", "a", status="failed")
+    (folder / "failures").mkdir()
+    usual = {"step": 7, "is_paceline": False, "where": None, "exit_code": 1, "traceback": ""}
+    loss = {**usual, "rank": 0, "at": 1.0, "type": "CollectiveError", "message": "gone", "is_peer_loss": True}
+    cause = {**usual, "rank": 1, "at": 2.0, "type": "ValueError", "message": "<b>cold", "is_peer_loss": False}
+    (folder / "failures/0.json").write_text(json.dumps(loss))
+    (folder / "failures/1.json").write_text(json.dumps({**cause, "traceback": 'File "train.py", line 3'}))
+    (folder / "failures/2.json").write_text("{")
+    with dashboard(tmp_path / "runs") as served:
+        text = served.ask("/run/a").text
+    assert text.index("rank 1, step 7: ValueError") < text.index("rank 0, step 7: CollectiveError")
+    assert "&lt;b&gt;cold" in text
+    assert "line 3" in text
+    assert "rank 2 failed, and what it wrote" in text
+
+
 def test_two_runs_are_compared(server):
     text = server.ask("/compare?run=good&run=mesh&run=none&run=good").text
     assert text.count('<th scope="col">') == 2

@@ -135,7 +135,8 @@ class Dashboard:
             request, "overview.html", run=run, tab="overview", speed=speed_of(folder, run), index=index,
             happenings=run_facts.happenings(told, folder, run), checkpoints=run_facts.checkpoints(folder, saved),
             written=index.count("checkpoint"), slow=_sentence(run, times.recent_splits(folder, run.ranks)),
-            texts=index.events("text", 0, 5), pictures=index.events("picture", 0, 12),
+            failures=run_facts.failures(folder)[:16], texts=index.events("text", 0, 5),
+            pictures=index.events("picture", 0, 12),
         )  # fmt: skip
 
     def time(self, request: Request) -> Response:

@@ -11,6 +11,7 @@ from paceline.checkpoint.manifest import CHECKPOINTS, list_checkpoints, step_of
 from paceline.nouns.errors import MeshError, PacelineError
 from paceline.nouns.mesh import AXES, Mesh
 from paceline.nouns.plan import Plan
+from paceline.run.failures import first_cause, read_failures
 from paceline.run.summary import Run, read_plan, result_failure, size_of
 from paceline.run.times import KINDS, RankSplit
 
@@ -166,6 +167,15 @@ def checkpoints(folder: Path, events: Sequence[Mapping[str, Any]]) -> list[dict[
         if step is not None:
             found.append({"step": step, "bytes": size_of(path), "seconds": seconds.get(step)})
     return sorted(found, key=lambda each: each["step"], reverse=True)
+
+
+def failures(folder: Path) -> list[Mapping[str, Any]]:
+    """Return how ranks have failed since the last start, the first cause of the others first."""
+    found = list(read_failures(folder).values())
+    if not found:
+        return []
+    cause = first_cause(found)
+    return [cause, *(each for each in found if each is not cause)]
 
 
 def ledger(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
