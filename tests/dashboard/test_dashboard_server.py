@@ -9,9 +9,11 @@ import subprocess
 import sys
 
 import pytest
+from starlette.requests import Request
 
 from paceline.cli.main import main
 from paceline.dashboard.access import Access, token_of
+from paceline.dashboard.app import Dashboard
 from paceline.nouns.errors import UsageError
 
 from support.dashboards import TOKEN, dashboard, make_run, start_event, step_event, write_events
@@ -282,3 +284,24 @@ def test_without_the_extra_it_says_what_to_install(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=os.environ)
     assert (done.returncode, done.stdout) == (2, "")
     assert "pip install 'paceline[dashboard]'" in done.stderr
+
+
+def test_curves_of_a_part_are_not_called_complete_by_another_request(tmp_path, monkeypatch):
+    folder = make_run(tmp_path / "runs", "a")
+    pages = Dashboard(tmp_path / "runs")
+    index = pages._index(folder)
+    read_on = index.read_on
+    index.size = folder.joinpath("events.jsonl").stat().st_size
+    monkeypatch.setattr(index, "read_on", lambda seconds: None)
+    curves = index.curves
+    monkeypatch.setattr(index, "curves", lambda *points: [curves(*points), read_on(1.0)][0])
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/",
+        "query_string": b"",
+        "headers": [],
+        "path_params": {"job": "a"},
+    }
+    assert json.loads(pages.curves(Request(scope)).body)["is_complete"] is False
+    assert json.loads(pages.curves(Request(scope)).body)["is_complete"] is True

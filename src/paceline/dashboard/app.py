@@ -245,10 +245,11 @@ class Dashboard:
         query = request.query_params
         index = self._index(folder)
         index.read_on(_READ_DATA_S if query.get("again") else _READ_S)
+        share = index.share  # before the curves are made: another request may read on meanwhile
         points = min(_whole(query, "points", _POINTS), _MOST_POINTS)
         found = index.curves(points, _float(query, "first"), _float(query, "last"))
         curves = [{"name": name, **_as_json(curve)} for name, curve in found.items()]
-        return _json({"curves": curves, "share": index.share, "is_complete": index.is_complete}, request)
+        return _json({"curves": curves, "share": share, "is_complete": share >= 1}, request)
 
     def spans(self, request: Request) -> Response:
         """Send what the ranks did in some steps."""
