@@ -92,12 +92,23 @@ def test_the_token_sends_nobody_to_another_host(server, path):
     assert not answer.headers["location"].startswith(("//", "http"))
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[::2]"])
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "evil.example:80",
+        "127.0.0.1.evil.example",
+        "",
+        "[::2]",
+        "localhost:/login?",
+        "localhost:/static/x",
+    ],
+)
 def test_names_of_other_hosts_are_refused(server, host):
     assert server.ask("/", Host=host).status == 421
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]"])
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST", "127.0.0.1", "[::1]"])
 def test_names_of_this_host_are_not(server, host):
     assert server.ask("/", Host=f"{host}:{server.port}").status == 200
 
@@ -305,3 +316,22 @@ def test_curves_of_a_part_are_not_called_complete_by_another_request(tmp_path, m
     }
     assert json.loads(pages.curves(Request(scope)).body)["is_complete"] is False
     assert json.loads(pages.curves(Request(scope)).body)["is_complete"] is True
+
+
+@pytest.mark.parametrize("host", ["localhost:/login?", "localhost:/static/x"])
+def test_a_path_in_the_name_of_the_host_needs_the_token_too(host):
+    """Starlette before 1.0.1 took the path of an address from it."""
+    headers = [(b"host", host.encode())]
+    scope = {"type": "http", "method": "GET", "path": "/run/a", "query_string": b"", "headers": headers}
+    for hosts in (("localhost",), ()):
+        assert Access("right" * 5, 1, hosts).refusal(Request(scope)).status_code in (401, 421)
+
+
+def test_pictures_are_shown(tmp_path):
+    folder = make_run(tmp_path / "runs", "a")
+    (folder / "x.png").write_bytes(b"a picture")
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "picture", "at": 1.0, "step": 3, "name": "n", "path": "x.png"}) + "\n")
+    with dashboard(tmp_path / "runs") as served:
+        assert "/run/a/picture?path=x.png" in served.ask("/run/a").text
+        assert served.ask("/run/a/picture?path=x.png").status == 200

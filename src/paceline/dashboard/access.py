@@ -11,7 +11,7 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
@@ -23,7 +23,8 @@ from paceline.nouns.errors import UsageError
 TOKEN_VARIABLE = "PACELINE_DASHBOARD_TOKEN"
 LEAST_CHARACTERS = 16
 _FORM = re.compile(r"[A-Za-z0-9_.~-]+")
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::[0-9]{1,5})?")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _HEADERS = {
     # plotly.js writes style elements; scripts come from this server alone.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
@@ -65,7 +66,7 @@ class Access:
 
     token: str
     port: int
-    hosts: Sequence[str] = _LOOPBACK
+    hosts: Sequence[str] = LOOPBACK
 
     @property
     def cookie(self) -> str:
@@ -78,11 +79,13 @@ class Access:
 
     def refusal(self, request: Request) -> Response | None:
         """Return the answer to a request that may not pass; None: it may."""
+        # Starlette before 1.0.1 makes `request.url` of the Host header, which may hold a path. The scope has its own.
+        path = str(request.scope["path"])
         name = _host_of(request.headers.get("host", ""))
         if self.hosts and name not in self.hosts:
             # A page of another site, whose name somebody has made point to this address.
             return PlainTextResponse(f"this server is not {name[:100]!r}: open the address that it printed\n", 421)
-        if request.url.path.startswith("/static/") or request.url.path == "/login":
+        if path.startswith("/static/") or path == "/login":
             return None
         if (given := request.query_params.get("token")) is not None:
             return self._entered(request, given)
@@ -98,7 +101,7 @@ class Access:
             return LoginNeededResponse(was_wrong=True)
         rest = [(name, value) for name, value in request.query_params.multi_items() if name != "token"]
         # A path that begins with two slashes would be the name of another host.
-        path = "/" + request.url.path.lstrip("/")
+        path = "/" + quote(str(request.scope["path"]).lstrip("/"))
         answer = RedirectResponse(path + (f"?{urlencode(rest)}" if rest else ""), 303)
         answer.set_cookie(self.cookie, self.token, httponly=True, samesite="lax", path="/")
         return answer
@@ -165,7 +168,6 @@ class Guard:
 
 
 def _host_of(header: str) -> str:
-    """Return the name in a Host header, without the port."""
-    if header.startswith("["):
-        return header[1:].partition("]")[0]
-    return header.rpartition(":")[0] if ":" in header else header
+    """Return the name in a Host header, without the port; what has another form is no name, and returned as it is."""
+    found = _HOST.fullmatch(header)
+    return header if found is None else (found[1] or found[2]).lower()

@@ -344,7 +344,7 @@ def plotly_file() -> Path:
     return Path(str(files("plotly") / "package_data" / "plotly.min.js"))
 
 
-def address(path: str, **query: Any) -> str:
+def address(path: str, /, **query: Any) -> str:
     """Return a path with a query, without the empty parts."""
     given = [(name, value) for name, value in query.items() if value not in (None, "")]
     return f"{path}?{urlencode(given)}" if given else path

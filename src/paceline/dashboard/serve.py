@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 import uvicorn
 
-from paceline.dashboard.access import Access, token_of
+from paceline.dashboard.access import LOOPBACK, Access, token_of
 from paceline.dashboard.app import Dashboard
 from paceline.nouns.errors import UsageError
 
@@ -44,7 +44,7 @@ def serve(runs: Path, host: str, port: int | None, report: Callable[[str], None]
         threading.Thread(target=pages.list.runs, daemon=True).start()
         bound = listener.getsockname()[1]
         is_loopback = _is_loopback(listener.getsockname()[0])
-        access = Access(token, bound) if is_loopback else Access(token, bound, hosts=())
+        access = Access(token, bound, (*LOOPBACK, host.lower())) if is_loopback else Access(token, bound, hosts=())
         name = f"[{host}]" if ":" in host else host
         path = f"run/{quote(job, safe='')}" if job else ""
         report(f"http://{name}:{bound}/{path}?token={token}")
