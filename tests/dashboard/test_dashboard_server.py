@@ -335,3 +335,26 @@ def test_pictures_are_shown(tmp_path):
     with dashboard(tmp_path / "runs") as served:
         assert "/run/a/picture?path=x.png" in served.ask("/run/a").text
         assert served.ask("/run/a/picture?path=x.png").status == 200
+
+
+def test_fields_that_are_missing_end_no_page(tmp_path):
+    folder = make_run(tmp_path / "runs", "a")
+    job = json.loads((folder / "job.json").read_text())
+    (folder / "job.json").write_text(json.dumps({**job, "arguments": 5}))
+    kinds = ("checkpoint", "text", "picture", "logged", "stopped", "resumed", "checkpoint_failed", "later")
+    events = [{"event": kind, "at": 1.0, "path": "x"} for kind in kinds]
+    events += [{"event": kind, "at": 1.0} for kind in ("text", "picture")]
+    events += [{"event": "end", "at": 1.0, "step": 2, "ledger": [{"x": 1}, 3]}]
+    with (folder / "events.jsonl").open("a") as file:
+        file.write("".join(json.dumps(event) + "\n" for event in events))
+    with dashboard(tmp_path / "runs") as served:
+        for page in ("/", "/compare?run=a", *(f"/run/a{page}" for page in PAGES)):
+            assert served.ask(page).status == 200, page
+        assert served.ask("/run/a/picture?path=%00").status == 404
+
+
+def test_the_output_has_what_comes_after_a_carriage_return(tmp_path):
+    folder = make_run(tmp_path / "runs", "a")
+    (folder / "output.log").write_bytes(b"1.0 0\t\r1/9\r2/9 done\n")
+    with dashboard(tmp_path / "runs") as served:
+        assert "2/9 done" in served.ask("/run/a/output").text

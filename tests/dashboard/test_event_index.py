@@ -168,3 +168,13 @@ def test_the_steps_that_are_asked_for(tmp_path):
     path = tmp_path / "events.jsonl"
     write_events(path, [start_event(50), *(step_event(number) for number in range(1, 51))])
     assert read(path).curves(100, 10, 12)["loss"].step.tolist() == [10, 11, 12]
+
+
+def test_a_number_that_the_loop_calls_loss_does_not_replace_the_losses(tmp_path):
+    path = tmp_path / "events.jsonl"
+    own = [{"event": "logged", "at": 1.0, "step": 2, "loss": 100.0, "evaluation loss": 5.0}]
+    write_events(path, [start_event(2), step_event(1), step_event(2), *own])
+    found = read(path).curves(10)
+    assert found["loss"].mean.tolist() == [3.0, 1.5]
+    assert found["logged loss"].mean.tolist() == [100.0]
+    assert found["logged evaluation loss"].mean.tolist() == [5.0]

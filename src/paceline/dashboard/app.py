@@ -105,7 +105,7 @@ class Dashboard:
             Route("/run/{job}/data/curves", self.curves),
             Route("/run/{job}/data/spans", self.spans),
         ]
-        app = Starlette(routes=routes, exception_handlers={HTTPException: self.failed, 404: self.failed})
+        app = Starlette(routes=routes, exception_handlers={HTTPException: self.failed, Exception: self.failed})
         return Guard(app, access, self.login_page)
 
     def runs(self, request: Request) -> Response:
@@ -209,7 +209,7 @@ class Dashboard:
         rank = request.query_params.get("rank") or None
         lines = last_lines(folder / FILE, _LINES, rank)
         sources = sorted({line.source for line in last_lines(folder / FILE, 10 * _LINES)}, key=_source_key)
-        texts = [(line.at, line.source, without_commands(line.text)) for line in lines]
+        texts = [(line.at, line.source, without_commands(line.text).rpartition("\r")[2]) for line in lines]
         return self._page(
             request, "output.html", run=run, tab="output", lines=texts, rank=rank, sources=sources, most=_LINES
         )
@@ -234,7 +234,7 @@ class Dashboard:
     def picture(self, request: Request) -> Response:
         """Send a picture that the job has logged."""
         _, folder = self._run(request)
-        path = (folder / request.query_params.get("path", "")).resolve()
+        path = (folder / request.query_params.get("path", "").replace("\0", "")).resolve()
         if folder.resolve() not in path.parents or path.suffix != ".png" or not path.is_file():
             raise HTTPException(404, "this run has no such picture")
         return FileResponse(path, media_type="image/png")

@@ -180,7 +180,7 @@ class EventIndex:
             for name, value in event.items():
                 if name in _NOT_NUMBERS or isinstance(value, bool) or not isinstance(value, int | float):
                     continue
-                shown = f"evaluation {name}" if kind == "evaluation" else name.removeprefix("logged_")
+                shown = f"evaluation {name}" if kind == "evaluation" else _name_of_logged(name.removeprefix("logged_"))
                 if shown in self.named or len(self.named) < _MOST_NAMES:
                     of_name = self.named.setdefault(shown, _Named())
                     of_name.steps.append(_number(event.get("step")))
@@ -291,6 +291,11 @@ def decimated(steps: Column, values: Column, points: int) -> Curve:
     low[counts == 0] = high[counts == 0] = np.nan
     ends = np.append(starts[1:], len(steps)) - 1
     return Curve(steps[ends], mean, low, high, not_finite)
+
+
+def _name_of_logged(name: str) -> str:
+    """Return the name under which a number of the loop's own is shown: never that of a curve of the job's."""
+    return f"logged {name}" if name in CURVES.values() or name.startswith("evaluation ") else name
 
 
 def _add_rates(columns: dict[str, Column]) -> None:

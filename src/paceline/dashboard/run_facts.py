@@ -23,6 +23,7 @@ _AXIS_MEANING = {
     "tensor": ("pieces of layers", "activations, several times per block"),
 }
 MEMORY_KINDS = ("parameters", "buffers", "gradients", "optimizer state", "rest")
+_LEDGER = {"collective", "axis", "calls", "bytes"}
 TOLD = ("start", "resumed", "stopped", "checkpoint_failed", "copy_failed", "end")  # events that `happenings` tells of
 
 
@@ -160,7 +161,7 @@ def _said(event: Mapping[str, Any]) -> str | None:
 
 def checkpoints(folder: Path, events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the run's checkpoints that there are, the newest first: step, bytes, seconds that writing took."""
-    seconds = {event["step"]: event.get("seconds") for event in events if event["event"] == "checkpoint"}
+    seconds = {event.get("step"): event.get("seconds") for event in events if event["event"] == "checkpoint"}
     found = []
     for path in list_checkpoints(folder / CHECKPOINTS):
         step = step_of(path.name)
@@ -182,7 +183,7 @@ def ledger(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return what rank 0 gave to collectives, as the newest event `end` has it."""
     for event in events:
         if event["event"] == "end" and isinstance(event.get("ledger"), list):
-            return [row for row in event["ledger"] if isinstance(row, dict)]
+            return [row for row in event["ledger"] if isinstance(row, dict) and row.keys() >= _LEDGER]
     return []
 
 

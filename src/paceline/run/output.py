@@ -120,7 +120,7 @@ def last_lines(path: Path, count: int, source: str | None = None) -> list[Line]:
     except OSError:
         return []
     lines = deque[Line](maxlen=count)
-    for text in content.splitlines():
+    for text in content.split(b"\n"):  # a line may have other ends of lines in it
         line = parse_line(text)
         if line is not None and source in (None, line.source):
             lines.append(line)

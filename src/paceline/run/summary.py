@@ -148,7 +148,8 @@ def read_run(folder: Path) -> Run:
         status = SILENT
     evaluation = newest.get("evaluation") or (has_ended and result.get("evaluation")) or {}
     step = newest.get("step", {})
-    words = [str(job.get("script", ""))] + [str(word) for word in job.get("arguments", []) or []]
+    arguments = job.get("arguments")
+    words = [str(job.get("script", "")), *map(str, arguments if isinstance(arguments, list) else ())]
     return Run(
         folder=folder,
         status=status,

@@ -215,6 +215,7 @@ async function drawSpans(element) {
       yaxis: { type: "category", categoryorder: "array", categoryarray: data.rows.map(asText), autorange: "reversed" },
       xaxis: { title: { text: `ms since step ${data.steps[0]} began` } },
     });
+    if (data.is_cut) say("too many bars: only the earliest 4,000 are drawn; show fewer steps");
     element.dataset.isDrawn = "all";
   };
   drawn.push(redraw);
