@@ -341,6 +341,10 @@ def test_fields_that_are_missing_end_no_page(tmp_path):
     folder = make_run(tmp_path / "runs", "a")
     job = json.loads((folder / "job.json").read_text())
     (folder / "job.json").write_text(json.dumps({**job, "arguments": 5}))
+    odd = os.fsencode(tmp_path / "runs") + b"/bad\xff"
+    os.mkdir(odd)
+    with open(odd + b"/job.json", "w") as file:
+        file.write("{}")
     kinds = ("checkpoint", "text", "picture", "logged", "stopped", "resumed", "checkpoint_failed", "later")
     events = [{"event": kind, "at": 1.0, "path": "x"} for kind in kinds]
     events += [{"event": kind, "at": 1.0} for kind in ("text", "picture")]

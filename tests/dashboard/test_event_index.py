@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from paceline.dashboard.event_index import EventIndex, decimated
+from paceline.run.summary import read_details
 
 from support.dashboards import start_event, step_event, write_events
 
@@ -178,3 +179,22 @@ def test_a_number_that_the_loop_calls_loss_does_not_replace_the_losses(tmp_path)
     assert found["loss"].mean.tolist() == [3.0, 1.5]
     assert found["logged loss"].mean.tolist() == [100.0]
     assert found["logged evaluation loss"].mean.tolist() == [5.0]
+
+
+def test_the_pace_is_that_of_paceline_runs(tmp_path):
+    path = tmp_path / "events.jsonl"
+    first = [start_event(9), *(step_event(number, seconds=9.0) for number in (1, 2, 3))]
+    second = [start_event(9), *(step_event(number, seconds=number / 10) for number in (3, 4, 5, 9))]
+    write_events(path, [*first, *second])
+    details = read_details(tmp_path)
+    assert read(path).pace() == (pytest.approx(0.5), pytest.approx(32 * 3 / 1.8))
+    assert read(path).pace() == (pytest.approx(details.seconds_per_step), pytest.approx(details.samples_per_s))
+
+
+def test_norms_that_are_infinite_are_counted_and_missing_ones_are_not(tmp_path):
+    path = tmp_path / "events.jsonl"
+    norms = [1.0, None, math.inf, 2.0]
+    write_events(
+        path, [start_event(4), *(step_event(number, gradient_norm=norm) for number, norm in enumerate(norms, 1))]
+    )
+    assert read(path).curves(10)["gradient norm"].not_finite == 1

@@ -390,12 +390,9 @@ def _column(run: Run, index: EventIndex) -> list[tuple[str, str]]:
         ("loss, lowest", shown.number(_extreme(found.get("loss"), np.nanmin, "low"))),
         ("evaluation", shown.scores(run.evaluation)),
     ]  # fmt: skip
-    seconds = found.get("seconds of a step")
-    median = None if seconds is None or not np.isfinite(seconds.mean).any() else float(np.nanmedian(seconds.mean))
-    rows.append(("a step", "-" if median is None else f"{1000 * median:.1f} ms"))
-    speed = found.get("samples per second")
-    rate = None if speed is None or not np.isfinite(speed.mean).any() else float(np.nanmedian(speed.mean))
-    rows.append(("samples/s", "-" if rate is None else f"{rate:,.1f}"))
+    pace = index.pace()
+    rows.append(("a step", "-" if pace is None else f"{1000 * pace[0]:.1f} ms"))
+    rows.append(("samples/s", "-" if pace is None or not pace[1] else f"{pace[1]:,.1f}"))
     memory = _extreme(found.get("memory of rank 0, MiB"), np.nanmax, "high")
     rows.append(("memory of rank 0", "-" if memory is None else shown.nbytes(int(memory * 2**20))))
     return rows

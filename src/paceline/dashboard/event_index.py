@@ -104,6 +104,7 @@ class EventIndex:
         self.offset = 0  # up to here it has been read
         self.columns = {name: array("d") for name in _FIELDS}
         self.named: dict[str, _Named] = {}
+        self.attempt = 0  # how many steps had been read when the newest process of rank 0 began
         self.kinds: list[str] = []
         self.line_kinds = array("B")
         self.line_offsets = array("Q")
@@ -173,7 +174,9 @@ class EventIndex:
     def _take_slowly(self, event: Mapping[str, Any], at: int) -> None:
         kind = str(event["event"])
         self._note(kind, at)
-        if kind == "step":
+        if kind == "start":
+            self.attempt = len(self.columns["step"])
+        elif kind == "step":
             for name in _FIELDS:
                 self.columns[name].append(_number(event.get(name)))
         elif kind in ("evaluation", "logged") and isinstance(event.get("step"), int):
@@ -219,12 +222,28 @@ class EventIndex:
             values = columns[name] / 2**20 if name in _IN_MIB else columns[name]
             if name == "loss" or np.isfinite(values).any():
                 curve = decimated(columns["step"], values, points)
-                found[shown] = curve._replace(not_finite=0) if name in _MAY_LACK else curve
+                # null is read as NaN there: only infinities are known to be values.
+                found[shown] = curve._replace(not_finite=int(np.isinf(values).sum())) if name in _MAY_LACK else curve
         for name, (steps, values) in sorted(named.items()):
             kept = counted(steps, first, last)
             found[name] = decimated(steps[kept], values[kept], points)
         self._curves = (key, found)
         return found
+
+    def pace(self) -> tuple[float, float] | None:
+        """Return the median seconds of the last attempt's steps, without the first, and their samples per second.
+
+        `paceline runs` has the same numbers. None: there is no such step; 0 samples where the loop makes its batches.
+        """
+        with self.lock:
+            seconds, samples = (np.array(self.columns[name][self.attempt :]) for name in ("seconds", "samples"))
+        is_known = np.isfinite(seconds)
+        seconds, samples = seconds[is_known], samples[is_known]
+        if len(seconds) > 1:
+            seconds, samples = seconds[1:], samples[1:]
+        if not seconds.sum() > 0:
+            return None
+        return float(np.median(seconds)), float(np.nansum(samples) / seconds.sum())
 
     def count(self, kind: str | None) -> int:
         """Return the number of events of a kind; None: of all but `step`."""

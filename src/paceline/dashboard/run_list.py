@@ -40,7 +40,8 @@ class RunList:
         with self._lock:
             known = {}
             for path in self.folder.glob("*/job.json"):
-                known[path.parent.name] = self._read(path.parent)
+                if _is_text(path.parent.name):
+                    known[path.parent.name] = self._read(path.parent)
             self._known = known
         return sorted((run for _, run in known.values()), key=SORTS["started"], reverse=True)
 
@@ -80,6 +81,15 @@ def chosen(runs: Sequence[Run], text: str, status: str, sort: str) -> list[Run]:
             found.append(run)
     key = SORTS.get(sort.removeprefix("-"), SORTS["started"])
     return sorted(found, key=key, reverse=sort.startswith("-"))
+
+
+def _is_text(name: str) -> bool:
+    """Return whether a folder's name can stand in a page and in an address."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # bytes that are no UTF-8
+        return False
+    return True
 
 
 def _state(path: Path) -> tuple[int, int]:
