@@ -13,6 +13,7 @@ import pytest
 from paceline.cli.main import main
 from paceline.nouns.plan import Plan
 from paceline.run import summary
+from paceline.run.speed import speed_of
 
 
 def plan_of(text):
@@ -342,3 +343,11 @@ def test_a_thousand_runs_are_listed_at_once(tmp_path, monkeypatch, capsys):
 def test_an_empty_folder_has_none(tmp_path, capsys):
     assert main(["runs", "--runs", str(tmp_path)]) == 0
     assert f"there is none in {tmp_path}" in capsys.readouterr().err
+
+
+def test_a_long_text_after_the_last_step_hides_no_step(tmp_path):
+    text = {"event": "text", "step": 6, "name": "sample", "text": "word " * 50_000, "at": 1030.0}
+    folder = make(tmp_path, "a", [*TRAINED, text])
+    run = summary.read_run(folder)
+    assert (run.step, run.loss, run.total_steps) == (6, 1.5, 6)
+    assert speed_of(folder, run).samples_per_s == pytest.approx(8.0)

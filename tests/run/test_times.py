@@ -314,3 +314,10 @@ def test_top_without_times_says_so(tmp_path, capsys):
     (folder / "job.json").write_text(json.dumps({"version": 1, "script": "a.py", "ranks": 2}))
     assert main(["top", "a", "--runs", str(tmp_path / "runs")]) == 0
     assert "no rank has written the times of a step yet" in capsys.readouterr().out
+
+
+def test_of_a_step_that_was_taken_again_the_end_alone_has_the_last_time(tmp_path):
+    write(tmp_path, 0, process(0), step(5, 0, data=7), process(0, pid=2), step(5, 9000, data=3))
+    both = [event["dur"] for event in make_trace(tmp_path).events if event.get("cat") == "step"]
+    last = [event["dur"] for event in make_trace(tmp_path, tail_only=True).events if event.get("cat") == "step"]
+    assert (both, last) == ([7000, 3000], [3000])

@@ -39,6 +39,25 @@ def test_what_lies_on_another_device_is_not_of_this_one():
     assert (found["parameters"], found["optimizer state"]) == (0, 0)
 
 
+class Wrapper(torch.Tensor):
+    """A tensor without a storage of its own, as those of quantization libraries."""
+
+    @staticmethod
+    def __new__(cls, shape):
+        return torch.Tensor._make_wrapper_subclass(cls, shape)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return cls(args[0].shape)
+
+
+def test_a_tensor_without_a_storage_ends_no_job():
+    model = torch.nn.Linear(4, 4)
+    model.register_buffer("wrapped", Wrapper((8, 8)))
+    found = count_memory([model], torch.optim.SGD(model.parameters(), lr=0.1), CPU)
+    assert (found["parameters"], found["buffers"]) == (4 * 20, 0)
+
+
 # What two ranks hold together between two steps. Under every ZeRO stage parameters are gathered within a step alone.
 PLANS = {"replicate=2": 2, "shard=2,zero=1": 1, "shard=2": 1}
 

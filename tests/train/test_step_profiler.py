@@ -59,8 +59,20 @@ def test_the_steps_that_are_wanted_are_recorded(tmp_path, text, first, last, rec
 def test_a_job_that_ends_before_says_so(tmp_path):
     said = []
     steps(profiler(tmp_path, "20:25", said), 0, 5)
-    assert said == ["nothing was profiled: the job has ended with step 5, before 20"]
+    assert said == ["nothing was profiled: steps 20 to 25 were asked for, and this process ended with 5"]
     assert not (tmp_path / "profiles").exists()
+
+
+def test_a_job_that_goes_on_after_them_says_so(tmp_path):
+    said = []
+    steps(profiler(tmp_path, "2:3", said), 7, 9)
+    assert said == ["nothing was profiled: steps 2 to 3 were asked for, and this process ended with 9"]
+
+
+def test_a_job_without_a_run_directory_says_that_it_keeps_none():
+    said = []
+    steps(profiler(None, "2:3", said), 0, 5)
+    assert said == ["PACELINE_PROFILE has no effect: a job without a run directory keeps no profile"]
 
 
 def test_a_profiler_of_the_file_itself_is_left_alone(tmp_path):

@@ -5,8 +5,8 @@ paceline timeline JOB --steps 10:20    these steps alone
 
 It has every step's time by kind of work, and what was done in the first 20 steps and in every hundredth: forward and
 backward passes, collectives by axis, messages between stages as arrows, checkpoints. What `paceline run --profile` has
-recorded is in it too. JOB is a run's name in the folder
-of --runs, or the path of its run directory; it may still be running.
+recorded is in it too. JOB is a run's name in the folder of --runs, or the path of its run directory; it may still be
+running.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def _lines(folder: Path, job: Run, most: int = 1000) -> list[str]:
     if not splits:
         return [*lines, "", "no rank has written the times of a step yet"]
     lines += ["", *times.table(splits, max(most, 1))]
-    slow = None if "server=" in job.plan else times.slow_rank(splits)  # workers of servers go at their own pace
+    slow = None if job.has_servers else times.slow_rank(splits)
     if slow is not None:
         lines += ["", times.sentence(slow)]
     return lines
@@ -95,7 +95,7 @@ def _quiet_s(folder: Path) -> float:
 def _facts(folder: Path) -> dict[str, Any]:
     job = read_run(folder)
     splits = times.recent_splits(folder, job.ranks)
-    slow = None if "server=" in job.plan else times.slow_rank(splits)
+    slow = None if job.has_servers else times.slow_rank(splits)
     speed = speed_of(folder, job)
     return {
         **job.to_json(),

@@ -405,7 +405,7 @@ def _extreme(curve: Curve | None, choose: Any, bound: str) -> float | None:
 
 
 def _sentence(run: Run, splits: list[times.RankSplit]) -> str | None:
-    slow = None if "server=" in run.plan else times.slow_rank(splits)
+    slow = None if run.has_servers else times.slow_rank(splits)
     return None if slow is None else times.sentence(slow)
 
 

@@ -152,7 +152,7 @@ def collect(folder: Path) -> Facts:
         free_bytes=_free_bytes(folder),
         checkpoint_fault=_checkpoint_fault(events),
         clock_jumps=tuple(_clock_jumps(events)),
-        servers="server=" in run.plan,
+        servers=run.has_servers,
         not_asked=not_asked,
         age_s=max(0.0, time.time_ns() / 1e9 - run.started),
         quiet_s=_quiet_s(folder),

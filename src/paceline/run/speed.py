@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from paceline.run.summary import Run
+from paceline.run.summary import Run, ends_of
 from paceline.run.supervise.progress import decoded, speed
 
-_TAIL_BYTES = 2**16
 _WINDOW = 50  # steps
 
 
@@ -28,15 +27,14 @@ class Speed:
 
 def speed_of(folder: Path, run: Run) -> Speed:
     """Return the speed of the job in a run directory."""
-    try:
-        with (folder / "events.jsonl").open("rb") as file:
-            file.seek(max(os.fstat(file.fileno()).st_size - _TAIL_BYTES, 0))
-            events = list(decoded(file.read()))
-    except OSError:
-        return Speed(None, None)
-    # Of this process: between two there is time without a step, and steps are taken again.
-    begins = [number for number, event in enumerate(events) if event["event"] in ("start", "resumed")]
-    records = [event for event in events[begins[-1] if begins else 0 :] if event["event"] == "step"][-_WINDOW:]
+    records: list[dict[str, Any]] = []
+    for content in ends_of(folder / "events.jsonl"):
+        events = list(decoded(content))
+        # Of this process: between two there is time without a step, and steps are taken again.
+        begins = [number for number, event in enumerate(events) if event["event"] in ("start", "resumed")]
+        records = [event for event in events[begins[-1] if begins else 0 :] if event["event"] == "step"][-_WINDOW:]
+        if begins or len(records) > 1:
+            break
     if len(records) < 2 or records[-1]["at"] <= records[0]["at"]:
         return Speed(speed(records), None)
     a_step_s = (records[-1]["at"] - records[0]["at"]) / (len(records) - 1)

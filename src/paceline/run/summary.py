@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import statistics
 import time
@@ -21,6 +22,7 @@ from paceline.run.supervise.progress import decoded
 RUNNING, SILENT = "running", "silent"  # of a run whose last start has no result
 QUIET_S = 120.0  # without an event for longer it is silent: killed, or in a long step, maybe on another host
 _TAIL_BYTES = 2**16
+_MOST_TAIL_BYTES = 2**24
 _MOST_RANKS = 2**20  # more than any job has
 _KIND = re.compile(rb'\{"event": ?"(\w+)"')  # as a job writes its events
 _NOT_SCORES = ("event", "step", "epoch", "at")
@@ -59,6 +61,11 @@ class Run:
     def name(self) -> str:
         """Return the run's name."""
         return self.folder.name
+
+    @property
+    def has_servers(self) -> bool:
+        """Return whether its plan has parameter servers: workers then go at their own pace."""
+        return "server=" in self.plan
 
     def to_json(self) -> dict[str, Any]:
         """Return the run for programs."""
@@ -253,12 +260,31 @@ def _scores(event: Mapping[str, Any]) -> dict[str, float]:
 
 def _newest_events(path: Path) -> dict[str, dict[str, Any]]:
     """Return the last event of each kind near the end of a file, in their order."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(path.stat().st_size - _TAIL_BYTES, 0))
-            content = file.read()
-    except OSError:
-        return {}
+    newest: dict[str, dict[str, Any]] = {}
+    for content in ends_of(path):
+        newest = _newest_in(content)
+        if "step" in newest:
+            break
+    return newest
+
+
+def ends_of(path: Path) -> Iterator[bytes]:
+    """Yield the end of a file, ever more of it up to 16 MiB: a text that the loop has logged may be long."""
+    size = _TAIL_BYTES
+    while size <= _MOST_TAIL_BYTES:
+        try:
+            with path.open("rb") as file:
+                begin = max(os.fstat(file.fileno()).st_size - size, 0)
+                file.seek(begin)
+                yield file.read(size)
+        except OSError:
+            return
+        if begin == 0:
+            return
+        size *= 16
+
+
+def _newest_in(content: bytes) -> dict[str, dict[str, Any]]:
     newest: dict[str, dict[str, Any]] = {}
     for line in reversed(content.splitlines()):
         kind = _KIND.match(line)

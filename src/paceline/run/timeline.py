@@ -72,11 +72,13 @@ def make_trace(
         run_dir: of the run.
         first, last: the steps that are wanted; None: from the first one, up to the last.
         ranks: of this many alone, from the first; 0: of all.
-        tail_only: read no more than the end of each rank's file, and no event of the job.
+        tail_only: read no more than the end of each rank's file, and no event of the job; of a step that was taken
+            again, only the last time.
     """
     by_rank: dict[int, list[StepTime]] = {}
     for rank, path in list(files_of(run_dir).items())[: ranks or None]:
-        by_rank[rank] = [step for step in read_steps(path, tail_only) if _is_wanted(step.step, first, last)]
+        steps = [step for step in read_steps(path, tail_only) if _is_wanted(step.step, first, last)]
+        by_rank[rank] = list({step.step: step for step in steps}.values()) if tail_only else steps
     clock, matched = _aligned(by_rank)
     axes = sorted({kind for steps in by_rank.values() for step in steps for kind in step.by_kind if " " in kind})
     tracks = {kind: _AXES + number for number, kind in enumerate([*axes, "bubble"])}
@@ -201,10 +203,10 @@ def _profile(run_dir: Path, rank: int, steps: Sequence[StepTime], clock: _Clock)
         return
     begin_us = clock.at(numbered[0], numbered[0].begin_ns)
     end_us = clock.at(numbered[-1], numbered[-1].begin_ns + numbered[-1].ns)
+    shift_us = begin_us - numbered[0].process.wall_of(numbered[0].begin_ns) / 1000
     tracks: dict[tuple[Any, Any], int] = {}
     for event in read_profile(run_dir, rank):
         kind, phase = event.get("cat"), event.get("ph")
-        shift_us = begin_us - numbered[0].process.wall_of(numbered[0].begin_ns) / 1000
         at_us = event["ts"] + shift_us
         if kind not in _PROFILED or phase not in ("X", "s", "f") or not begin_us <= at_us <= end_us:
             continue

@@ -46,9 +46,13 @@ def _nbytes(tensors: Iterable[torch.Tensor], device: torch.device, counted: set[
         part = local(tensor.detach())
         if part.device.type != device.type or part.layout != torch.strided:
             continue
-        storage = part.untyped_storage()
-        if storage.data_ptr() not in counted:
-            counted.add(storage.data_ptr())
+        try:
+            storage = part.untyped_storage()
+            place = storage.data_ptr()
+        except (RuntimeError, NotImplementedError):  # a class of tensors that has no storage of its own
+            continue
+        if place not in counted:
+            counted.add(place)
             total += storage.nbytes()
     return total
 

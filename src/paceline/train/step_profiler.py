@@ -37,6 +37,8 @@ class StepProfiler:
         self.notice = notice
         self.profile: torch.profiler.profile | None = None
         self.is_recording = False
+        if text and run_dir is None and rank == 0:
+            notice(f"{VARIABLE} has no effect: a job without a run directory keeps no profile")
 
     def step_ended(self, step: int) -> None:
         """Begin before the first step that is wanted, and end after the last.
@@ -63,7 +65,10 @@ class StepProfiler:
         if self.is_recording:
             self._end()
         elif self.steps is not None and self.rank == 0:
-            self.notice(f"nothing was profiled: the job has ended with step {step}, before {self.steps[0]}")
+            first, last = self.steps
+            self.notice(
+                f"nothing was profiled: steps {first} to {last} were asked for, and this process ended with {step}"
+            )
         self.steps = None
 
     def _prepare(self) -> bool:
