@@ -218,3 +218,36 @@ def test_names_are_text_in_charts_too(browser, tmp_path):
         assert watched.page.title() != "owned"
         context.close()
     assert watched.faults == []
+
+
+def test_what_was_opened_stays_open_and_output_begins_at_its_end(browser, tmp_path):
+    folder = make_run(tmp_path / "runs", "a", status="failed")
+    (folder / "failures").mkdir()
+    for rank in (0, 1):
+        failure = {
+            "rank": rank, "step": 3, "at": 1.0 + rank, "type": "ValueError", "message": "cold", "is_peer_loss": False,
+            "is_paceline": False, "where": None, "exit_code": 1, "traceback": "lines",
+        }  # fmt: skip
+        (folder / f"failures/{rank}.json").write_text(json.dumps(failure))
+    (folder / "output.log").write_text("".join(f"1.0 0\tline {number}\n" for number in range(400)))
+    with dashboard(tmp_path / "runs") as served:
+        context = browser.new_context()
+        watched = Watched(context, served)
+        watched.open("/run/a")
+        watched.page.click("#rest details:nth-of-type(1) summary")
+        watched.page.click("#rest details:nth-of-type(2) summary")
+        opened = "[...document.querySelectorAll('#rest details')].map((each) => each.open)"
+        assert watched.page.evaluate(opened) == [False, True]
+        with (folder / "events.jsonl").open("a") as file:
+            file.write(json.dumps({"event": "stopped", "at": 1.0, "step": 3}) + "\n")
+        assert wait_for(lambda: "stopped" in watched.page.inner_text("#rest"), 20)
+        assert watched.page.evaluate(opened) == [False, True]
+        many = {f"n{number}": 1.0 for number in range(250)}
+        with (folder / "events.jsonl").open("a") as file:
+            file.write(json.dumps({"event": "logged", "at": 1.0, "step": 3, **many}) + "\n")
+        assert wait_for(lambda: "more names than have a chart" in watched.page.inner_text("main"), 30)
+        watched.page.goto(f"{served.address}/run/a/output")
+        place = "document.querySelector('pre').scrollTop + document.querySelector('pre').clientHeight"
+        assert wait_for(lambda: watched.page.evaluate(f"{place} > document.querySelector('pre').scrollHeight - 5"))
+        context.close()
+    assert watched.faults == []

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from starlette.requests import Request
@@ -14,7 +16,10 @@ from starlette.requests import Request
 from paceline.cli.main import main
 from paceline.dashboard.access import Access, token_of
 from paceline.dashboard.app import Dashboard
+from paceline.dashboard.run_facts import _AXIS_MEANING, happenings
+from paceline.dashboard.run_list import RunList, chosen
 from paceline.nouns.errors import UsageError
+from paceline.run.summary import read_run
 
 from support.dashboards import TOKEN, dashboard, make_run, start_event, step_event, write_events
 
@@ -123,7 +128,7 @@ def test_pages_of_others_ask_no_rank(server, origin):
 
 
 def test_browsers_are_told_what_to_refuse(server):
-    for path in ("/", "/login", "/static/dashboard.js", "/nowhere"):
+    for path in ("/", "/static/dashboard.js", "/nowhere"):
         headers = server.ask(path).headers
         assert "script-src 'self';" in headers["content-security-policy"], path
         assert headers["x-content-type-options"] == "nosniff"
@@ -347,7 +352,7 @@ def test_fields_that_are_missing_end_no_page(tmp_path):
         file.write("{}")
     kinds = ("checkpoint", "text", "picture", "logged", "stopped", "resumed", "checkpoint_failed", "later")
     events = [{"event": kind, "at": 1.0, "path": "x"} for kind in kinds]
-    events += [{"event": kind, "at": 1.0} for kind in ("text", "picture")]
+    events += [{"event": kind} for kind in ("text", "picture", "later", "checkpoint")]
     events += [{"event": "end", "at": 1.0, "step": 2, "ledger": [{"x": 1}, 3]}]
     with (folder / "events.jsonl").open("a") as file:
         file.write("".join(json.dumps(event) + "\n" for event in events))
@@ -359,6 +364,48 @@ def test_fields_that_are_missing_end_no_page(tmp_path):
 
 def test_the_output_has_what_comes_after_a_carriage_return(tmp_path):
     folder = make_run(tmp_path / "runs", "a")
-    (folder / "output.log").write_bytes(b"1.0 0\t\r1/9\r2/9 done\n")
+    (folder / "output.log").write_bytes(b"1.0 0\t\r1/9\r2/9 \x1b[32mdone\x1b[0m\r\n")
     with dashboard(tmp_path / "runs") as served:
-        assert "2/9 done" in served.ask("/run/a/output").text
+        text = served.ask("/run/a/output").text
+    assert "<b>[0]</b> 2/9 done\n" in text
+    assert "1/9" not in text
+
+
+def test_an_address_of_loopback_that_is_asked_for_can_be_opened(tmp_path):
+    make_run(tmp_path / "runs", "a")
+    with dashboard(tmp_path / "runs", "--host", "127.0.0.2") as served:
+        assert served.address.startswith("http://127.0.0.2:")
+        assert served.ask("/run/a").status == 200
+        assert served.ask("/run/a", Host="evil.example").status == 421
+
+
+def test_runs_without_a_loss_come_last_in_both_orders(tmp_path):
+    for number, loss in enumerate((2.0, None, 1.0, math.nan)):
+        folder = make_run(tmp_path, f"r{number}", steps=1)
+        events = [] if loss is None else [step_event(1, loss=loss)]
+        write_events(folder / "events.jsonl", [start_event(1), *events])
+    runs = RunList(tmp_path).runs()
+    assert [run.name for run in chosen(runs, "", "", "loss")][:2] == ["r2", "r0"]
+    assert [run.name for run in chosen(runs, "", "", "-loss")][:2] == ["r0", "r2"]
+
+
+def test_a_start_without_the_end_of_the_one_before_is_told(tmp_path):
+    events = [{**start_event(9), "at": at} for at in (1.0, 5.0, 9.0)] + [{"event": "end", "at": 6.0, "step": 9}]
+    folder = make_run(tmp_path, "a", status=None)
+    told = happenings(events, folder, read_run(folder))
+    assert [(each.at, each.is_fault) for each in told] == [(9.0, False), (6.0, False), (5.0, True), (1.0, False)]
+    assert "wrote no end" in told[2].text
+
+
+def test_more_runs_than_are_compared_are_told(tmp_path):
+    for number in range(10):
+        make_run(tmp_path / "runs", f"r{number}", steps=1)
+    with dashboard(tmp_path / "runs") as served:
+        text = served.ask("/compare?" + "&".join(f"run=r{number}" for number in range(10))).text
+    assert "2 more are not shown" in text
+
+
+def test_axes_are_described_as_in_the_documentation():
+    page = (Path(__file__).parents[2] / "docs/plan-options.md").read_text()
+    for axis, (has, sent) in _AXIS_MEANING.items():
+        assert f"| {has} | {sent} |" in page, axis

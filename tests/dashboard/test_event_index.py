@@ -198,3 +198,21 @@ def test_norms_that_are_infinite_are_counted_and_missing_ones_are_not(tmp_path):
         path, [start_event(4), *(step_event(number, gradient_norm=norm) for number, norm in enumerate(norms, 1))]
     )
     assert read(path).curves(10)["gradient norm"].not_finite == 1
+
+
+def test_a_file_that_another_was_copied_over_is_read_anew(tmp_path):
+    path = tmp_path / "events.jsonl"
+    write_events(path, [start_event(9), *(step_event(number, loss=9.0) for number in range(1, 5))])
+    index = read(path)
+    write_events(path, [start_event(9, at=7.0), *(step_event(number, loss=1.0) for number in range(1, 10))])
+    index.read_on(1.0)
+    assert index.curves(99)["loss"].mean.tolist() == [1.0] * 9
+
+
+def test_more_names_than_have_a_curve_are_told(tmp_path):
+    path = tmp_path / "events.jsonl"
+    many = {f"n{number}": 1.0 for number in range(250)}
+    write_events(path, [start_event(1), step_event(1), {"event": "logged", "at": 1.0, "step": 1, **many}])
+    index = read(path)
+    assert index.is_cut
+    assert len(index.curves(9)) < 250

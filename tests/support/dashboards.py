@@ -75,18 +75,19 @@ class Server:
 
     port: int
     process: subprocess.Popen[str]
+    host: str = "127.0.0.1"
 
     @property
     def address(self) -> str:
         """Return the address without the token."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     def ask(self, path: str, method: str = "GET", token: str | None = TOKEN, **headers: str) -> Answer:
         """Send a request; headers' names have _ in place of -."""
         given = {name.replace("_", "-"): value for name, value in headers.items()}
         if token is not None:
             given["Authorization"] = f"Bearer {token}"
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=30)
         try:
             connection.request(method, path, headers=given)
             answer = connection.getresponse()
@@ -106,9 +107,9 @@ def dashboard(runs: Path, *words: str) -> Iterator[Server]:
     assert process.stderr is not None
     try:
         line = process.stderr.readline()
-        found = re.search(r"http://127\.0\.0\.1:(\d+)/\S*\?token=" + TOKEN, line)
+        found = re.search(r"http://([\d.]+):(\d+)/\S*\?token=" + TOKEN, line)
         assert found is not None, line + process.stderr.read()
-        yield Server(int(found[1]), process)
+        yield Server(int(found[2]), process, found[1])
         process.send_signal(signal.SIGINT)
         rest = process.stderr.read()
         assert (process.wait(20), rest) == (0, "")

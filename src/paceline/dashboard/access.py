@@ -33,7 +33,7 @@ _HEADERS = {
     "Referrer-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-_YEAR = "max-age=31536000, immutable"
+_SOON = "private, max-age=600"  # a newer version of Paceline, or plotly, has the same addresses
 
 
 def token_of(environment: Mapping[str, str]) -> str:
@@ -85,7 +85,7 @@ class Access:
         if self.hosts and name not in self.hosts:
             # A page of another site, whose name somebody has made point to this address.
             return PlainTextResponse(f"this server is not {name[:100]!r}: open the address that it printed\n", 421)
-        if path.startswith("/static/") or path == "/login":
+        if path.startswith("/static/"):
             return None
         if (given := request.query_params.get("token")) is not None:
             return self._entered(request, given)
@@ -140,7 +140,7 @@ class Guard:
         login_page: makes the page for those without the token.
     """
 
-    def __init__(self, app: ASGIApp, access: Access, login_page: Callable[[Request, bool], Response]) -> None:
+    def __init__(self, app: ASGIApp, access: Access, login_page: Callable[[bool], Response]) -> None:
         self.app = app
         self.access = access
         self.login_page = login_page
@@ -157,13 +157,13 @@ class Guard:
                 for name, value in _HEADERS.items():
                     headers.setdefault(name, value)
                 is_static = scope["path"].startswith("/static/") and message["status"] == 200
-                headers.setdefault("Cache-Control", _YEAR if is_static else "no-store")
+                headers.setdefault("Cache-Control", _SOON if is_static else "no-store")
             await send(message)
 
         request = Request(scope)
         refusal = self.access.refusal(request)
         if isinstance(refusal, LoginNeededResponse):
-            refusal = self.login_page(request, refusal.was_wrong)
+            refusal = self.login_page(refusal.was_wrong)
         await (self.app if refusal is None else refusal)(scope, receive, send_with_headers)
 
 

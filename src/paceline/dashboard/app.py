@@ -30,7 +30,7 @@ from paceline import __version__
 from paceline.dashboard import run_facts, run_list, spans
 from paceline.dashboard.access import Access, Guard
 from paceline.dashboard.event_index import Curve, EventIndex
-from paceline.nouns.table import without_commands
+from paceline.nouns.table import without_colours
 from paceline.run import shown, summary, times
 from paceline.run.causes import causes
 from paceline.run.job_facts import collect
@@ -88,7 +88,6 @@ class Dashboard:
         """
         routes = [
             Route("/", self.runs),
-            Route("/login", self.login, methods=["GET"]),
             Route("/compare", self.compare),
             Route("/data/compare", self.compare_data),
             Route("/static/{name}", static),
@@ -135,7 +134,7 @@ class Dashboard:
             request, "overview.html", run=run, tab="overview", speed=speed_of(folder, run), index=index,
             happenings=run_facts.happenings(told, folder, run), checkpoints=run_facts.checkpoints(folder, saved),
             written=index.count("checkpoint"), slow=_sentence(run, times.recent_splits(folder, run.ranks)),
-            failures=run_facts.failures(folder)[:16], texts=index.events("text", 0, 5),
+            failures=run_facts.failures(folder), texts=index.events("text", 0, 5),
             pictures=index.events("picture", 0, 12),
         )  # fmt: skip
 
@@ -148,7 +147,7 @@ class Dashboard:
         axes = sorted({axis for split in splits for axis in split.by_axis})
         return self._page(
             request, "time.html", run=run, tab="time", splits=splits, kinds=kinds, axes=axes,
-            slow=_sentence(run, splits), bars=run_facts.bars(splits), lags=run_facts.lags_of(splits),
+            slow=_sentence(run, splits), bars=run_facts.bars(splits),
             mesh=None if mesh is None else str(mesh), rows=[] if mesh is None else run_facts.rows(mesh, splits),
             ranks=0 if mesh is None else mesh.world_size, most=run_facts.MOST_CELLS,
         )  # fmt: skip
@@ -209,7 +208,7 @@ class Dashboard:
         rank = request.query_params.get("rank") or None
         lines = last_lines(folder / FILE, _LINES, rank)
         sources = sorted({line.source for line in last_lines(folder / FILE, 10 * _LINES)}, key=_source_key)
-        texts = [(line.at, line.source, without_commands(line.text).rpartition("\r")[2]) for line in lines]
+        texts = [(line.at, line.source, _seen(line.text)) for line in lines]
         return self._page(
             request, "output.html", run=run, tab="output", lines=texts, rank=rank, sources=sources, most=_LINES
         )
@@ -249,7 +248,7 @@ class Dashboard:
         points = min(_whole(query, "points", _POINTS), _MOST_POINTS)
         found = index.curves(points, _float(query, "first"), _float(query, "last"))
         curves = [{"name": name, **_as_json(curve)} for name, curve in found.items()]
-        return _json({"curves": curves, "share": share, "is_complete": share >= 1}, request)
+        return _json({"curves": curves, "share": share, "is_complete": share >= 1, "is_cut": index.is_cut}, request)
 
     def spans(self, request: Request) -> Response:
         """Send what the ranks did in some steps."""
@@ -270,11 +269,12 @@ class Dashboard:
         differing = summary.difference([summary.read_plan(folder) for folder in folders]) if folders else {}
         return self._page(
             request, "compare.html", runs=runs, columns=columns, differing=differing, most=_COMPARED,
+            left=len(set(request.query_params.getlist("run"))) - len(runs),
             query=urlencode([("run", run.name) for run in runs]),
         )  # fmt: skip
 
     def compare_data(self, request: Request) -> Response:
-        """Send the curves of several runs, those that two of them have, or that are the loss."""
+        """Send the curves of several runs, by their names."""
         points = min(_whole(request.query_params, "points", _POINTS), _MOST_POINTS)
         found: dict[str, list[dict[str, Any]]] = {}
         shares = []
@@ -288,14 +288,13 @@ class Dashboard:
         share = sum(shares) / len(shares) if shares else 1.0
         return _json({"charts": charts, "share": share, "is_complete": all(each >= 1 for each in shares)}, request)
 
-    async def login(self, request: Request) -> Response:
-        """Show the form for the token; the form sends it to the list of runs, which keeps it as a cookie."""
-        return self.login_page(request, False)
+    def login_page(self, was_wrong: bool) -> Response:
+        """Return the page for those without the token: its form asks for the list of runs with it.
 
-    def login_page(self, request: Request, was_wrong: bool) -> Response:
-        """Return the page for those without the token."""
-        text = self._templates.get_template("login.html").render(was_wrong=was_wrong)
-        return HTMLResponse(text, 401 if request.url.path != "/login" else 200)
+        Args:
+            was_wrong: the request had another token.
+        """
+        return HTMLResponse(self._templates.get_template("login.html").render(was_wrong=was_wrong), 401)
 
     def failed(self, request: Request, error: Exception) -> Response:
         """Return the page of an error."""
@@ -306,7 +305,7 @@ class Dashboard:
         return HTMLResponse(self._templates.get_template("error.html").render(status=status, text=detail), status)
 
     def _page(self, request: Request, template: str, **values: Any) -> Response:
-        text = self._templates.get_template(template).render(path=request.url.path, **values)
+        text = self._templates.get_template(template).render(path=request.scope["path"], **values)
         return _unless_known(HTMLResponse(text), request)
 
     def _run(self, request: Request) -> tuple[Run, Path]:
@@ -441,6 +440,11 @@ def _clock(at: float) -> str:
 
 def _shown_json(event: Mapping[str, Any]) -> str:
     return json.dumps({name: value for name, value in event.items() if name not in ("event", "at", "step")})
+
+
+def _seen(text: str) -> str:
+    """Return what a terminal shows of a line in the end: a progress bar writes over itself."""
+    return without_colours(text.rstrip("\r").rpartition("\r")[2])
 
 
 def _command(script: Sequence[str]) -> str:

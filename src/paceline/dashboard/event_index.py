@@ -37,6 +37,7 @@ _FIELDS = (
 _IN_MIB = ("memory_bytes", "sent_bytes")
 _MAY_LACK = ("gradient_norm", "loss_scale", "samples_per_s", "weight_per_s")  # in a step: they say nothing then
 _CHUNK = 2**21
+_HEAD = 256  # bytes by which a file is known: its first event has the time of the start
 _PREVIEW = 400  # lines that stand for those that were not read yet
 _MOST_NAMES = 200  # numbers of the loop's own that have a curve
 _OTHER_KIND = 255
@@ -100,11 +101,13 @@ class EventIndex:
 
     def _clear(self) -> None:
         self.inode = 0
+        self.head = b""  # how the file begins
         self.size = 0  # of the file, when it was last looked at
         self.offset = 0  # up to here it has been read
         self.columns = {name: array("d") for name in _FIELDS}
         self.named: dict[str, _Named] = {}
         self.attempt = 0  # how many steps had been read when the newest process of rank 0 began
+        self.is_cut = False  # the loop has logged more names than have a curve
         self.kinds: list[str] = []
         self.line_kinds = array("B")
         self.line_offsets = array("Q")
@@ -135,8 +138,11 @@ class EventIndex:
 
     def _look(self, descriptor: int) -> None:
         found = os.fstat(descriptor)
-        if found.st_ino != self.inode or found.st_size < self.offset:  # another run has the name now
+        head = os.pread(descriptor, _HEAD, 0)
+        # Another run has the name now, or another file was copied over this one.
+        if found.st_ino != self.inode or found.st_size < self.offset or not head.startswith(self.head):
             self._clear()
+        self.head = head
         self.inode = found.st_ino
         self.size = found.st_size
 
@@ -184,7 +190,9 @@ class EventIndex:
                 if name in _NOT_NUMBERS or isinstance(value, bool) or not isinstance(value, int | float):
                     continue
                 shown = f"evaluation {name}" if kind == "evaluation" else _name_of_logged(name.removeprefix("logged_"))
-                if shown in self.named or len(self.named) < _MOST_NAMES:
+                if shown not in self.named and len(self.named) == _MOST_NAMES:
+                    self.is_cut = True
+                else:
                     of_name = self.named.setdefault(shown, _Named())
                     of_name.steps.append(_number(event.get("step")))
                     of_name.values.append(_number(value))

@@ -127,11 +127,16 @@ def plan_rows(folder: Path) -> tuple[list[tuple[str, str, str, str]], list[tuple
 def happenings(events: Sequence[Mapping[str, Any]], folder: Path, run: Run) -> list[Happening]:
     """Return the starts, failures and recoveries of a run, the newest first."""
     found = []
-    for event in events:
-        if (text := _said(event)) is not None:
-            step = event.get("step")
-            is_fault = event["event"].endswith("_failed") or bool(event.get("restart"))
-            found.append(Happening(_float(event.get("at")), step, str(event["event"]), text, is_fault))
+    before = None
+    for event in sorted(events, key=lambda event: _float(event.get("at"))):
+        kind, text = str(event["event"]), _said(event)
+        is_fault = kind.endswith("_failed")
+        if kind == "start" and before not in (None, "end"):
+            text = f"{text}; the process before it wrote no end"  # it failed, was killed, or was replaced
+            is_fault = True
+        before = kind
+        if text is not None:
+            found.append(Happening(_float(event.get("at")), event.get("step"), kind, text, is_fault))
     failure = result_failure(folder)
     if failure is not None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ SORTS = {  # by the names in addresses
     "job": lambda run: run.name.casefold(),
     "status": lambda run: run.status,
     "step": lambda run: run.step,
-    "loss": lambda run: (run.loss is None or run.loss != run.loss, run.loss or 0.0),
+    "loss": lambda run: run.loss,
     "ranks": lambda run: run.ranks,
     "plan": lambda run: run.plan,
 }
@@ -79,8 +80,15 @@ def chosen(runs: Sequence[Run], text: str, status: str, sort: str) -> list[Run]:
         content = " ".join((run.name, run.plan, *run.script)).casefold()
         if all(word in content for word in words) and status in ("", run.status):
             found.append(run)
-    key = SORTS.get(sort.removeprefix("-"), SORTS["started"])
-    return sorted(found, key=key, reverse=sort.startswith("-"))
+    name = sort.removeprefix("-")
+    key = SORTS.get(name, SORTS["started"])
+    known = [run for run in found if name != "loss" or _has_loss(run)]
+    unknown = [run for run in found if name == "loss" and not _has_loss(run)]  # last in both orders
+    return [*sorted(known, key=key, reverse=sort.startswith("-")), *unknown]
+
+
+def _has_loss(run: Run) -> bool:
+    return run.loss is not None and not math.isnan(run.loss)
 
 
 def _is_text(name: str) -> bool:

@@ -20,6 +20,11 @@ def without_commands(text: str) -> str:
     return "".join(part if at % 2 else "\t".join(map(printable, part.split("\t"))) for at, part in enumerate(parts))
 
 
+def without_colours(text: str) -> str:
+    """Return a text without what a terminal would take for a colour or another command, but for tabs."""
+    return without_commands("".join(_COLOUR.split(text)[::2]))
+
+
 def aligned(rows: Iterable[Sequence[object]], form: str) -> list[str]:
     """Return a line for each row, its cells in columns.
 

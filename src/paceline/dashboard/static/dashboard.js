@@ -65,8 +65,17 @@ async function draw(element, traces, more) {
 
 async function fetchJson(address) {
   const response = await fetch(address, { credentials: "same-origin" });
-  if (!response.ok) throw new Error(`${response.status}`);
+  if (!response.ok) throw new Error(`the run is gone, or the server has failed (${response.status})`);
   return response.json();
+}
+
+// Say once, above a chart, what it does not show.
+function note(element, text) {
+  if (element.previousElementSibling && element.previousElementSibling.className === "note") return;
+  const paragraph = document.createElement("p");
+  paragraph.className = "note";
+  paragraph.textContent = text;
+  element.before(paragraph);
 }
 
 // ---- curves
@@ -164,6 +173,7 @@ async function drawCurves(holder, address, toFigures) {
     data = await fetchJson(isAgain ? `${address}${separator}again=1` : address);
     isAgain = !data.is_complete;
     await redraw();
+    if (data.is_cut) note(holder, "The loop has logged more names than have a chart here.");
     if (!data.is_complete) say(`${Math.floor(100 * data.share)} % of the events are read`);
     return data.is_complete ? REFRESH_MS : SOON_MS;
   };
@@ -215,7 +225,7 @@ async function drawSpans(element) {
       yaxis: { type: "category", categoryorder: "array", categoryarray: data.rows.map(asText), autorange: "reversed" },
       xaxis: { title: { text: `ms since step ${data.steps[0]} began` } },
     });
-    if (data.is_cut) say("too many bars: only the earliest 4,000 are drawn; show fewer steps");
+    if (data.is_cut) note(element, "These are too many: only the earliest 4,000 bars are drawn. Show fewer steps.");
     element.dataset.isDrawn = "all";
   };
   drawn.push(redraw);
@@ -225,22 +235,28 @@ async function drawSpans(element) {
 // ---- tables that refresh
 
 let tag = "";
+const content = new Map(); // of each region that refreshes, as the server has sent it
 
 function say(text) {
   document.getElementById("fresh").textContent = text;
 }
 
-function replaceLive(content) {
-  const page = new DOMParser().parseFromString(content, "text/html");
+function replaceLive(text) {
+  const page = new DOMParser().parseFromString(text, "text/html");
   const focused = document.activeElement;
   for (const before of document.querySelectorAll(".live")) {
     const after = page.getElementById(before.id);
-    if (!after || after.innerHTML === before.dataset.was) continue;
+    if (!after || after.innerHTML === content.get(before.id)) continue;
     const chosen = new Set([...before.querySelectorAll("input:checked")].map((input) => input.value));
     const isWithin = before.contains(focused) ? keyOf(focused) : null;
     const scrolled = [...before.querySelectorAll("pre")].map((each) => [each.scrollTop, each.scrollTop + each.clientHeight >= each.scrollHeight - 4]);
-    before.dataset.was = after.innerHTML;
+    const opened = new Map([...before.querySelectorAll("details")].map((each) => [each.innerText.split("\n")[0], each.open]));
+    content.set(before.id, after.innerHTML);
     before.innerHTML = after.innerHTML;
+    for (const each of before.querySelectorAll("details")) {
+      const title = each.querySelector("summary").innerText.split("\n")[0];
+      if (opened.has(title)) each.open = opened.get(title);
+    }
     for (const input of before.querySelectorAll("input[type=checkbox]")) input.checked = chosen.has(input.value);
     before.querySelectorAll("pre").forEach((each, at) => {
       if (scrolled[at]) each.scrollTop = scrolled[at][1] ? each.scrollHeight : scrolled[at][0];
@@ -320,6 +336,8 @@ function keys() {
 async function begin() {
   chooseTheme();
   keys();
+  for (const each of document.querySelectorAll(".live")) content.set(each.id, each.innerHTML);
+  for (const each of document.querySelectorAll("#output pre")) each.scrollTop = each.scrollHeight; // the newest lines
   for (const select of document.querySelectorAll(".filter select")) {
     select.addEventListener("change", () => select.form.submit());
   }
