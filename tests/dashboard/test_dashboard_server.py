@@ -16,7 +16,7 @@ from starlette.requests import Request
 from paceline.cli.main import main
 from paceline.dashboard.access import Access, token_of
 from paceline.dashboard.app import Dashboard
-from paceline.dashboard.run_facts import _AXIS_MEANING, happenings
+from paceline.dashboard.run_facts import _AXIS_MEANING, history
 from paceline.dashboard.run_list import RunList, chosen
 from paceline.nouns.errors import UsageError
 from paceline.run.summary import read_run
@@ -392,7 +392,7 @@ def test_runs_without_a_loss_come_last_in_both_orders(tmp_path):
 def test_a_start_without_the_end_of_the_one_before_is_told(tmp_path):
     events = [{**start_event(9), "at": at} for at in (1.0, 5.0, 9.0)] + [{"event": "end", "at": 6.0, "step": 9}]
     folder = make_run(tmp_path, "a", status=None)
-    told = happenings(events, folder, read_run(folder))
+    told = history(events, folder, read_run(folder))
     assert [(each.at, each.is_fault) for each in told] == [(9.0, False), (6.0, False), (5.0, True), (1.0, False)]
     assert "wrote no end" in told[2].text
 

@@ -50,7 +50,7 @@ _MOST_POINTS = 5000
 _COMPARED = 8  # runs: as many colours can be told apart
 _EVENTS = 100  # of a page
 _LINES = 500  # of output
-_TOLD = 100  # events of each kind that the overview tells of
+_HISTORY = 100  # events of each kind that the overview tells of
 _HERE = Path(__file__).parent
 _STATIC = {
     "dashboard.css": "text/css",
@@ -128,11 +128,11 @@ class Dashboard:
         run, folder = self._run(request)
         index = self._index(folder)
         index.read_on(_READ_S)
-        told = [event for kind in run_facts.TOLD for event in index.events(kind, 0, _TOLD)]
-        saved = index.events("checkpoint", 0, _TOLD)
+        recorded = [event for kind in run_facts.HISTORY_KINDS for event in index.events(kind, 0, _HISTORY)]
+        saved = index.events("checkpoint", 0, _HISTORY)
         return self._page(
             request, "overview.html", run=run, tab="overview", speed=speed_of(folder, run), index=index,
-            happenings=run_facts.happenings(told, folder, run), checkpoints=run_facts.checkpoints(folder, saved),
+            history=run_facts.history(recorded, folder, run), checkpoints=run_facts.checkpoints(folder, saved),
             written=index.count("checkpoint"), slow=_sentence(run, times.recent_splits(folder, run.ranks)),
             failures=run_facts.failures(folder), texts=index.events("text", 0, 5),
             pictures=index.events("picture", 0, 12),
@@ -208,7 +208,7 @@ class Dashboard:
         rank = request.query_params.get("rank") or None
         lines = last_lines(folder / FILE, _LINES, rank)
         sources = sorted({line.source for line in last_lines(folder / FILE, 10 * _LINES)}, key=_source_key)
-        texts = [(line.at, line.source, _seen(line.text)) for line in lines]
+        texts = [(line.at, line.source, _as_on_terminal(line.text)) for line in lines]
         return self._page(
             request, "output.html", run=run, tab="output", lines=texts, rank=rank, sources=sources, most=_LINES
         )
@@ -442,7 +442,7 @@ def _shown_json(event: Mapping[str, Any]) -> str:
     return json.dumps({name: value for name, value in event.items() if name not in ("event", "at", "step")})
 
 
-def _seen(text: str) -> str:
+def _as_on_terminal(text: str) -> str:
     """Return what a terminal shows of a line in the end: a progress bar writes over itself."""
     return without_colours(text.rstrip("\r").rpartition("\r")[2])
 

@@ -24,7 +24,14 @@ _AXIS_MEANING = {
 }
 MEMORY_KINDS = ("parameters", "buffers", "gradients", "optimizer state", "rest")
 _LEDGER = {"collective", "axis", "calls", "bytes"}
-TOLD = ("start", "resumed", "stopped", "checkpoint_failed", "copy_failed", "end")  # events that `happenings` tells of
+HISTORY_KINDS = (
+    "start",
+    "resumed",
+    "stopped",
+    "checkpoint_failed",
+    "copy_failed",
+    "end",
+)  # events that `history` tells of
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +50,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Happening:
+class HistoryEntry:
     """Something that happened to a job beside its steps.
 
     Attributes:
@@ -124,7 +131,7 @@ def plan_rows(folder: Path) -> tuple[list[tuple[str, str, str, str]], list[tuple
     return axes, sorted(settings, key=lambda row: (row[1] == row[2], row[0]))
 
 
-def happenings(events: Sequence[Mapping[str, Any]], folder: Path, run: Run) -> list[Happening]:
+def history(events: Sequence[Mapping[str, Any]], folder: Path, run: Run) -> list[HistoryEntry]:
     """Return the starts, failures and recoveries of a run, the newest first."""
     found = []
     before = None
@@ -136,15 +143,15 @@ def happenings(events: Sequence[Mapping[str, Any]], folder: Path, run: Run) -> l
             is_fault = True
         before = kind
         if text is not None:
-            found.append(Happening(_float(event.get("at")), event.get("step"), kind, text, is_fault))
+            found.append(HistoryEntry(_float(event.get("at")), event.get("step"), kind, text, is_fault))
     failure = result_failure(folder)
     if failure is not None:
         try:
             at = (folder / "result.json").stat().st_mtime
         except OSError:
             at = 0.0
-        found.append(Happening(at, run.step, run.status, failure, True))
-    return sorted(found, key=lambda happening: happening.at, reverse=True)
+        found.append(HistoryEntry(at, run.step, run.status, failure, True))
+    return sorted(found, key=lambda entry: entry.at, reverse=True)
 
 
 def _said(event: Mapping[str, Any]) -> str | None:
