@@ -9,7 +9,7 @@ import sys
 import psutil
 import pytest
 
-from paceline.bench.jobs import LIBRARIES, SETTINGS, busy_processes, last_line_of, ratios, run_jobs, table
+from paceline.bench.jobs import LIBRARIES, SETTINGS, busy_processes, last_lines_of, ratios, run_jobs, table
 from paceline.cli.main import main
 from paceline.nouns.errors import UsageError
 
@@ -34,9 +34,10 @@ def test_the_table_aligns():
     assert lines[-1] == "2 cores, load 0.2 before, 2.0 after"
 
 
-def test_the_error_has_the_last_line_with_a_word():
-    assert last_line_of("no\n  exitcode: -6 (SIGABRT)\n=====\n\n") == "exitcode: -6 (SIGABRT)"
-    assert last_line_of("====\n") == "it printed nothing"
+def test_the_error_has_the_last_lines_with_a_word():
+    assert last_lines_of("why\n  exitcode: -6 (SIGABRT)\n=====\n\n") == "why\n  exitcode: -6 (SIGABRT)"
+    assert last_lines_of("\n".join(map(str, range(100)))).splitlines() == [str(number) for number in range(88, 100)]
+    assert last_lines_of("====\n") == "it printed nothing"
 
 
 @pytest.mark.parametrize("numbers", [(0, 300, 3), (1, 1, 3), (1, 300, 0)])

@@ -55,7 +55,7 @@ def loss(model, batch):
             for _ in range(40):
                 torch.ones(256, 256) @ torch.ones(256, 256)
     if wanted("much to compute"):
-        for _ in range(150):
+        for _ in range(50):
             batch = torch.tanh(model(batch))
     return (model(batch) ** 2).sum(), len(batch)
 
@@ -217,6 +217,8 @@ def test_a_rank_that_shares_its_only_core(job):
     if len(before) < 2:
         pytest.skip("a rank has one core here anyway")
     burner = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    with contextlib.suppress(PermissionError):  # other tests keep rank 0's cores busy too: this rank's must be busier
+        os.setpriority(os.PRIO_PROCESS, burner.pid, -10)
     job.inject("much to compute")
     try:
         os.sched_setaffinity(burner.pid, {core})

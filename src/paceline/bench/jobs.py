@@ -35,6 +35,7 @@ SETTINGS = ("quiet", "busy")
 _SPIN = "import os, sys\nwhile os.getppid() == int(sys.argv[1]):\n    for _ in range(10**6): pass\n"
 
 RANKS = 2
+_LAST_LINES = 12  # of what a job that failed printed
 BATCH = 32  # samples of a step, over all ranks: see small_gpt.py
 
 Measured = dict[str, dict[str, list[float]]]  # by setting, then by library: a number for each round
@@ -185,16 +186,16 @@ def _run_job(folder: Path, library: str, steps: int) -> tuple[float, float]:
     if ended.returncode or result is None or result["steps"] != steps:
         raise UsageError(
             f"{library} should train {steps} steps on {RANKS} ranks",
-            f"it did not: {last_line_of(ended.stderr)}",
+            f"it did not: {last_lines_of(ended.stderr)}",
             "run it alone: " + " ".join(command),
         )
     return (steps - 1) * BATCH / result["seconds"], duration_s
 
 
-def last_line_of(stderr: str) -> str:
-    """Return the last line of `stderr` that has a word in it: torchrun ends with a line of equal signs."""
-    lines = [line.strip() for line in stderr.splitlines() if re.search(r"\w", line)]
-    return lines[-1] if lines else "it printed nothing"
+def last_lines_of(stderr: str) -> str:
+    """Return the last lines of `stderr` that have a word in them: what failed need not be the very last."""
+    lines = [line.rstrip() for line in stderr.splitlines() if re.search(r"\w", line)]
+    return "\n".join(lines[-_LAST_LINES:]) or "it printed nothing"
 
 
 def _row(setting: str, library: str, rates: Measured, durations: Measured) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.jobs import last_line_of
+from paceline.bench.jobs import last_lines_of
 from paceline.bench.step import machine, version
 from paceline.nouns import module_names
 from paceline.nouns.errors import UsageError
@@ -100,7 +100,7 @@ def _run_job(folder: Path) -> dict[str, list[float]]:
     if ended.returncode or not mark.exists():
         raise UsageError(
             f"the job should train on {RANKS} ranks",
-            f"it did not: {last_line_of(ended.stderr)}",
+            f"it did not: {last_lines_of(ended.stderr)}",
             "run it alone: " + " ".join(command),
         )
     found: dict[str, list[float]] = json.loads(mark.read_text())

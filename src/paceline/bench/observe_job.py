@@ -9,25 +9,22 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import paceline
 from paceline.bench.small_gpt import BATCH, SmallGpt, Windows, make_optimizer, summed_loss
 from paceline.comm.step_times import TIMES
+from paceline.train.times_file import TimesFile
 
 STEPS = 10  # of a block
 WARM_UP = 20
 
 
-class NoTimes:
+class NoTimes(TimesFile):
     """In place of the file of times: it keeps nothing."""
 
     def end_step(self, step: int) -> dict[str, float]:
         """Return nothing."""
         return {}
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def main() -> None:
@@ -42,21 +39,21 @@ def main() -> None:
     )
     job = paceline.distribute(workload)
     batches = job.batches()
-    kept: Any = job.times_file
+    files = {"with": job.times_file, "without": NoTimes(None, job.rank)}
     seconds: dict[str, list[float]] = {"with": [], "without": []}
     for _ in range(WARM_UP):
         job.step(next(batches))
     for block in range(blocks):
         # With, without, without, with: what drifts does not favour one of them.
         for name in ("with", "without") if block % 2 == 0 else ("without", "with"):
-            job.times_file = kept if name == "with" else NoTimes()  # type: ignore[assignment]
+            job.times_file = files[name]
             TIMES.is_on = name == "with"
             TIMES.spans = None
             began_s = time.perf_counter()
             for _ in range(STEPS):
                 job.step(next(batches))
             seconds[name].append(time.perf_counter() - began_s)
-    job.times_file = kept
+    job.times_file = files["with"]
     TIMES.is_on = True
     if job.rank == 0:
         file.write_text(json.dumps(seconds))
