@@ -2,6 +2,9 @@
 
 The job's own step runs in a child process, under the plan, as one of its ranks. `-o FILE` keeps the profile, which
 other tools may read: every block of memory from its allocation to its end, every operation, what is sent.
+
+`--job JOB` takes the plan and arguments of a run, and keeps in its run directory what its step is predicted to take:
+`paceline runs show` and the dashboard then have it beside what the job measures.
 """
 
 from __future__ import annotations
@@ -12,17 +15,21 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from paceline.cli.plan_flags import OWN_ARGUMENTS, add_plan_arguments, plan_request, print_notice
+from paceline.cli.plan_flags import OWN_ARGUMENTS, RUNS, add_plan_arguments, plan_request, print_notice
 from paceline.cli.plan_memory import notices_of
 from paceline.launch.plan_choice import choose_plan
 from paceline.launch.profile_workload import ProfileRequest, profile_workload
 from paceline.launch.workload_file import read_workload_file
 from paceline.nouns.device import Device
 from paceline.nouns.errors import UsageError, WorkloadError
+from paceline.nouns.plan import Plan
 from paceline.nouns.profile import Profile
 from paceline.nouns.table import aligned
 from paceline.plan.memory import memory_of
 from paceline.plan.memory_table import communicators, holders, picture, table
+from paceline.run.prediction import predict, write_prediction
+from paceline.run.summary import Run, find_folder, read_run
+from paceline.train.memory_file import read_memory
 
 MODULES = 12
 
@@ -31,8 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments; those after the file are the file's own."""
     add_plan_arguments(parser)
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="whose step (default 0)")
-    parser.add_argument("--device", default="cpu", metavar="WORD", help="cpu, cuda, 16GB or a name such as V100-16GB")
+    parser.add_argument(
+        "--device",
+        metavar="WORD",
+        help="cpu, cuda, 16GB or a name such as V100-16GB (default cpu; with --job, the run's)",
+    )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the profile there, as JSON")
+    parser.add_argument("--job", metavar="JOB", help="of a run's plan; keep it there, beside what the job measures")
+    parser.add_argument("--runs", type=Path, metavar="DIR", help="where the run of --job is kept (default runs)")
     parser.add_argument("--json", action="store_true", help="print the sums as JSON")
     parser.add_argument("workload", metavar="FILE", help="the Python file that declares `workload`")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=OWN_ARGUMENTS)
@@ -40,8 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Profile one rank's step."""
-    plan = choose_plan(plan_request(arguments), print_notice)
-    device = Device.parse(arguments.device)
+    of_run = None if arguments.job is None else _run_of(arguments)
+    if of_run is None and arguments.runs is not None:
+        raise UsageError("--runs without --job", "it is where the run of --job is looked for", "leave it out")
+    plan = (
+        choose_plan(plan_request(arguments), print_notice) if of_run is None else Plan.read(of_run.folder / "plan.json")
+    )
+    device = Device.parse(arguments.device or _device_of(of_run, arguments.rank))
     if not 0 <= arguments.rank < plan.world_size:
         raise UsageError(
             f"the plan {plan.mesh} has no rank {arguments.rank}",
@@ -50,12 +68,16 @@ def run(arguments: argparse.Namespace) -> int:
         )
     file = read_workload_file(arguments.workload, plan.data_size)
     request = ProfileRequest(asdict(plan), arguments.rank, device.kind)
+    own_arguments = arguments.arguments if of_run is None else of_run.script[1:]
     # In a child process: this one starts without torch.
-    (profile,) = profile_workload([request], [str(file.path), *arguments.arguments])
+    (profile,) = profile_workload([request], [str(file.path), *own_arguments])
     if isinstance(profile, WorkloadError):
         raise profile
     if arguments.output is not None:
         _write(profile, arguments.output)
+    if of_run is not None:
+        path = write_prediction(of_run.folder, predict(profile))
+        print(f"paceline profile: kept in {path}", file=sys.stderr)
     memory = memory_of(profile, device.capacity(communicators(plan)))
     if arguments.json:
         sums = {"flops": profile.flops, "traffic": profile.traffic, "notices": notices_of(profile, device)}
@@ -66,6 +88,30 @@ def run(arguments: argparse.Namespace) -> int:
     for notice in notices_of(profile, device):
         print(f"note: {notice}", file=sys.stderr)
     return 0
+
+
+def _run_of(arguments: argparse.Namespace) -> Run:
+    """Return the run of --job.
+
+    Raises:
+        UsageError: there is none, it trains another file, or the command line says otherwise what the run has.
+    """
+    run = read_run(find_folder(arguments.runs or RUNS, arguments.job))
+    if arguments.plan is not None or arguments.n is not None:
+        raise UsageError("--plan or -n with --job", f"the run has a plan: {run.plan}", "leave them out")
+    if not run.script or Path(run.script[0]) != Path(arguments.workload).resolve():
+        found = f"that run trains {run.script[0]}" if run.script else "that run's job.json names no file"
+        raise UsageError(f"--job {arguments.job} with {arguments.workload}", found, "name the file that it trains")
+    if arguments.arguments and tuple(arguments.arguments) != run.script[1:]:
+        found = f"the run has the arguments {' '.join(run.script[1:]) or '(none)'}"
+        raise UsageError(f"the arguments {' '.join(arguments.arguments)}", found, "leave them out: the run's are taken")
+    return run
+
+
+def _device_of(run: Run | None, rank: int) -> str:
+    """Return the kind of device that a rank of a run computes on."""
+    memories = [] if run is None else read_memory(run.folder, run.ranks)
+    return next((memory.device.partition(":")[0] for memory in memories if memory.rank == rank), "cpu")
 
 
 def _write(profile: Profile, path: Path) -> None:

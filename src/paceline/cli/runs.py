@@ -17,14 +17,18 @@ import math
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from paceline.nouns.errors import UsageError
 from paceline.nouns.table import aligned, printable
 from paceline.run import summary
+from paceline.run.prediction import rates, read_predictions
 from paceline.run.shown import nbytes, number, scores, steps, when
 from paceline.run.summary import Details, Run
+from paceline.run.times import recent_splits
+from paceline.train.memory_file import read_memory
 
 _SHOWN = 20  # runs in the list without --all
 _EVALUATIONS = 5
@@ -106,10 +110,12 @@ def _show(arguments: argparse.Namespace) -> int:
     folder = summary.find_folder(arguments.runs, arguments.jobs)
     run, details = summary.read_run(folder), summary.read_details(folder)
     if arguments.json:
-        print(json.dumps({**run.to_json(), **_details_as_json(details)}))
+        predicted = [asdict(each) for each in read_predictions(run.folder, run.plan)]
+        print(json.dumps({**run.to_json(), **_details_as_json(details), "predicted": predicted}))
         return 0
     facts = {"job": run.name, **_facts(run, details)}
     rows = [(name, value) for name, value in facts.items() if value != "-"]
+    rows += _predicted(run)
     _print(aligned(rows, "{:<}  {}"))
     lines = []
     if finite := _finite(details.losses):
@@ -120,6 +126,21 @@ def _show(arguments: argparse.Namespace) -> int:
         lines.append(f"logged at step {step}  {name} {number(value)}")
     _print(lines)
     return 0
+
+
+def _predicted(run: Run) -> list[tuple[str, str]]:
+    """Return what the ranks' steps were predicted to take, and how fast they compute by that."""
+    predictions = read_predictions(run.folder, run.plan)
+    rows = []
+    for each in predictions:
+        sent = sum(row["bytes"] for row in each.traffic)
+        peak = f"tensors of {nbytes(each.peak)} at the peak, in {each.phase}"
+        step = f"{each.flops / 1e9:,.3g} GFLOP and {nbytes(sent)} sent in a step"
+        rows.append((f"rank {each.rank}, predicted", f"{peak}; {step}"))
+    if predictions:
+        splits, memories = recent_splits(run.folder, run.ranks), read_memory(run.folder, run.ranks)
+        rows += [(f"rank {rate.rank} computes", rate.text) for rate in rates(predictions, splits, memories)]
+    return rows
 
 
 def _compare(arguments: argparse.Namespace) -> int:

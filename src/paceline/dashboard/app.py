@@ -35,6 +35,7 @@ from paceline.run import shown, summary, times
 from paceline.run.causes import causes
 from paceline.run.job_facts import collect
 from paceline.run.output import FILE, last_lines
+from paceline.run.prediction import rates, read_predictions
 from paceline.run.speed import speed_of
 from paceline.run.summary import RUNNING, SILENT, Run
 from paceline.run.supervise.progress import duration
@@ -150,6 +151,7 @@ class Dashboard:
             slow=_sentence(run, splits), bars=run_facts.bars(splits),
             mesh=None if mesh is None else str(mesh), rows=[] if mesh is None else run_facts.rows(mesh, splits),
             ranks=0 if mesh is None else mesh.world_size, most=run_facts.MOST_CELLS,
+            rates=rates(read_predictions(folder, run.plan), splits, read_memory(folder, run.ranks)),
         )  # fmt: skip
 
     def timeline(self, request: Request) -> Response:
@@ -173,7 +175,10 @@ class Dashboard:
         index = self._index(folder)
         index.read_on(_READ_S)
         ledger = run_facts.ledger(index.events("end", 0, 1))
-        return self._page(request, "plan.html", run=run, tab="plan", axes=axes, settings=settings, ledger=ledger)
+        predicted = run_facts.predicted_traffic(read_predictions(folder, run.plan))
+        return self._page(
+            request, "plan.html", run=run, tab="plan", axes=axes, settings=settings, ledger=ledger, predicted=predicted
+        )
 
     def memory(self, request: Request) -> Response:
         """Show what each rank's memory holds."""
@@ -186,7 +191,10 @@ class Dashboard:
             "ranks": [row.rank for row in rows],
             "kinds": [{"name": kind, "mib": [row.by_kind.get(kind, 0) / 2**20 for row in rows]} for kind in drawn],
         }
-        return self._page(request, "memory.html", run=run, tab="memory", rows=rows, kinds=kinds, bars=data)
+        return self._page(
+            request, "memory.html", run=run, tab="memory", rows=rows, kinds=kinds, bars=data,
+            predictions=read_predictions(folder, run.plan), predicted_kinds=run_facts.PREDICTED_KINDS,
+        )  # fmt: skip
 
     def events(self, request: Request) -> Response:
         """List the events of a kind, or all but the steps."""

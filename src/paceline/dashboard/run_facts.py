@@ -12,6 +12,7 @@ from paceline.nouns.errors import MeshError, PacelineError
 from paceline.nouns.mesh import AXES, Mesh
 from paceline.nouns.plan import Plan
 from paceline.run.failures import first_cause, read_failures
+from paceline.run.prediction import Prediction
 from paceline.run.summary import Run, read_plan, result_failure, size_of
 from paceline.run.times import KINDS, RankSplit
 
@@ -23,6 +24,7 @@ _AXIS_MEANING = {
     "tensor": ("pieces of layers", "activations, several times per block"),
 }
 MEMORY_KINDS = ("parameters", "buffers", "gradients", "optimizer state", "rest")
+PREDICTED_KINDS = MEMORY_KINDS[:-1]  # that a prediction has too
 _LEDGER = {"collective", "axis", "calls", "bytes"}
 HISTORY_KINDS = (
     "start",
@@ -197,6 +199,12 @@ def ledger(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         if event["event"] == "end" and isinstance(event.get("ledger"), list):
             return [row for row in event["ledger"] if isinstance(row, dict) and row.keys() >= _LEDGER]
     return []
+
+
+def predicted_traffic(predictions: Sequence[Prediction]) -> dict[tuple[str, str], Mapping[str, Any]]:
+    """Return what rank 0 is predicted to send in a step, by collective and axis."""
+    rows = next((each.traffic for each in predictions if each.rank == 0), ())
+    return {(row["collective"], row["axis"]): row for row in rows}
 
 
 def bars(splits: Sequence[RankSplit]) -> dict[str, Any]:

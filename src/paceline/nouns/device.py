@@ -25,6 +25,38 @@ _WITH_BF16 = re.compile(
     r"A(2|10G?|16|30|40|100|800|[2456]000|5500)|L(2|4|20|40S?)|G?H(20|100|200|800)|G?B(100|200|300)"
     r"|RTX[345]0\d\d(TI|SUPER)?|[345]0[56789]0(TI|SUPER)?|MI\d{3}[AX]?"
 )
+# Operations per second of dense matrix products in bf16 or fp16 with tensor cores, and in float32 without TF32, by the
+# vendors' data sheets. A name is looked for in this order.
+_PEAKS: tuple[tuple[str, float, float], ...] = (
+    (r"V100.*PCIE", 112e12, 14e12),
+    (r"V100", 125e12, 15.7e12),
+    (r"\bT4\b", 65e12, 8.1e12),
+    (r"\bA10\b", 125e12, 31.2e12),
+    (r"\bA30\b", 165e12, 10.3e12),
+    (r"\bA40\b", 149.7e12, 37.4e12),
+    (r"\bA[18]00\b", 312e12, 19.5e12),
+    (r"\bL4\b", 121e12, 30.3e12),
+    (r"\bL40S\b", 362e12, 91.6e12),
+    (r"\bL40\b", 181e12, 90.5e12),
+    (r"\bH100.*PCIE", 756e12, 51e12),
+    (r"\bH100.*NVL", 835e12, 60e12),
+    (r"\b(G?H[12]00|H800)\b", 989e12, 66.9e12),
+    (r"\bMI250X\b", 383e12, 47.9e12),
+    (r"\bMI300X\b", 1307e12, 163.4e12),
+)
+
+
+def peak_flops(name: str, precision: str) -> float | None:
+    """Return the operations per second that a GPU can do at most; None where that is not known.
+
+    Args:
+        name: as torch gives it, such as "NVIDIA A100-SXM4-80GB".
+        precision: of the workload.
+    """
+    for pattern, half, single in _PEAKS:
+        if re.search(pattern, name.upper()):
+            return {"bf16": half, "fp16": half, "float32": single}.get(precision)
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from paceline.train.events import peak_memory_bytes
 def count_memory(
     models: Sequence[torch.nn.Module], optimizer: torch.optim.Optimizer, device: torch.device
 ) -> dict[str, int | str]:
-    """Return bytes by kind, the peak, and the device, as `write_memory` takes them.
+    """Return bytes by kind, the peak, and the device with its name, as `write_memory` takes them.
 
     A storage that several tensors share counts once, as the first kind that has it.
 
@@ -29,9 +29,11 @@ def count_memory(
     buffers = [buffer for model in models for buffer in model.buffers()]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     states = [part.state for part in parts_of(optimizer)]
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_memory_bytes()
+    is_gpu = device.type == "cuda"
+    peak = torch.cuda.max_memory_allocated(device) if is_gpu else peak_memory_bytes()
     return {
         "device": str(device),
+        "name": torch.cuda.get_device_name(device) if is_gpu else "",
         "parameters": _nbytes(parameters, device, counted),
         "buffers": _nbytes(buffers, device, counted),
         "gradients": _nbytes(gradients, device, counted),

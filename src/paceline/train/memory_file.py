@@ -19,7 +19,7 @@ FOLDER = "memory"
 VERSION = 1
 _FORM = {
     "version": COUNT, "rank": COUNT, "step": COUNT, "device": str,
-    "parameters": COUNT, "buffers": COUNT, "gradients": COUNT, "optimizer state": COUNT, "peak": COUNT,
+    "parameters": COUNT, "buffers": COUNT, "gradients": COUNT, "optimizer state": COUNT, "peak": COUNT, "name?": str,
 }  # fmt: skip
 
 
@@ -34,6 +34,7 @@ class RankMemory:
         by_kind: bytes of "parameters", "buffers", "gradients" and "optimizer state", and as "rest" what the peak has
             beside them: activations, and on a CPU the whole process.
         peak: bytes: on a CPU the largest resident memory of the process so far, on a GPU torch's largest allocation.
+        name: of the GPU, such as "NVIDIA A100-SXM4-80GB"; "" for a CPU.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class RankMemory:
     device: str
     by_kind: Mapping[str, int]
     peak: int
+    name: str = ""
 
 
 def write_memory(run_dir: Path, rank: int, content: Mapping[str, int | str]) -> None:
@@ -49,7 +51,7 @@ def write_memory(run_dir: Path, rank: int, content: Mapping[str, int | str]) -> 
     Args:
         run_dir: of the job.
         rank: this process's.
-        content: step, device, peak, and bytes by kind.
+        content: step, device, its name, peak, and bytes by kind.
     """
     path = run_dir / FOLDER / f"{rank}.json"
     draft = path.with_name(f".{path.name}.draft")
@@ -77,5 +79,6 @@ def read_memory(run_dir: Path, ranks: int) -> list[RankMemory]:
         if value["version"] == VERSION:
             kinds = {kind: value[kind] for kind in ("parameters", "buffers", "gradients", "optimizer state")}
             kinds["rest"] = max(0, value["peak"] - sum(kinds.values()))
-            found.append(RankMemory(int(path.stem), value["step"], value["device"], kinds, value["peak"]))
+            name = value.get("name", "")
+            found.append(RankMemory(int(path.stem), value["step"], value["device"], kinds, value["peak"], name))
     return sorted(found, key=lambda row: row.rank)

@@ -1,0 +1,167 @@
+"""Keep what a run's step was predicted to take, `predicted/RANK.json` in the run directory, beside what it takes.
+
+`paceline profile --job JOB` makes it, after the job has begun: a job itself spends no time on it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from paceline.nouns.device import peak_flops
+from paceline.nouns.errors import ReadError, UsageError
+from paceline.nouns.profile import BUFFERS, COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS, Profile
+from paceline.nouns.reading import COUNT, Whole, read_json
+from paceline.plan.memory import memory_of
+from paceline.run.times import RankSplit
+from paceline.train.memory_file import RankMemory
+
+FOLDER = "predicted"
+VERSION = 1
+_AMOUNT = Whole(0, 10**30)  # floating-point operations of a step; more than 64 bits
+_FORM = {
+    "version": COUNT, "rank": COUNT, "plan": str, "device": str, "precision": str, "flops": _AMOUNT, "peak": COUNT,
+    "phase": str, "between": {str: COUNT}, "at_peak": {str: COUNT},
+    "traffic": [{"collective": str, "axis": str, "calls": COUNT, "bytes": COUNT}],
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a step of one rank takes by its profile.
+
+    Attributes:
+        rank: whose.
+        plan: its line, see `Plan.line`.
+        device: "cpu" or "cuda".
+        precision: the workload's.
+        flops: floating-point operations of a step.
+        peak: bytes of live tensors, the largest sum.
+        phase: of the step in which that is.
+        between: bytes by kind that live when a step begins.
+        at_peak: bytes by kind at the peak.
+        traffic: of a step: collective, axis, calls, bytes.
+    """
+
+    rank: int
+    plan: str
+    device: str
+    precision: str
+    flops: int
+    peak: int
+    phase: str
+    between: Mapping[str, int]
+    at_peak: Mapping[str, int]
+    traffic: Sequence[Mapping[str, Any]]
+
+    @property
+    def held(self) -> dict[str, int]:
+        """Return bytes between two steps by the kinds that a rank counts in its memory."""
+        held = {kind: self.between.get(kind, 0) for kind in (PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER)}
+        held[GRADIENTS] += self.between.get(COMMUNICATION, 0)  # there gradients are parts of their buckets
+        return held
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """How fast a rank computes.
+
+    Attributes:
+        rank: which.
+        flops_per_s: operations of a step, by the prediction, over the median time of its newest steps.
+        peak: operations per second that its GPU can do in the workload's precision; None where nobody knows.
+        device: its name.
+    """
+
+    rank: int
+    flops_per_s: float
+    peak: float | None
+    device: str
+
+    @property
+    def mfu(self) -> float | None:
+        """Return the share of the peak (model FLOPs utilization; PaLM, arXiv 2204.02311, appendix B)."""
+        return None if self.peak is None else self.flops_per_s / self.peak
+
+    @property
+    def text(self) -> str:
+        """Return it in words."""
+        mfu = (
+            "" if self.mfu is None or self.peak is None else f", {self.mfu:.1%} of the {self.peak / 1e12:,.0f} TFLOP/s"
+        )
+        return f"{_flops_per_s(self.flops_per_s)}{mfu}{f' of {self.device}' if mfu else ''}"
+
+
+def predict(profile: Profile) -> Prediction:
+    """Return what a profile predicts."""
+    memory = memory_of(profile)
+    rows = [{name: row[name] for name in ("collective", "axis", "calls", "bytes")} for row in profile.traffic]
+    return Prediction(
+        profile.rank, profile.plan, profile.device, profile.precision, profile.flops,
+        memory.peak, memory.phase, memory.between, memory.at_peak, rows,
+    )  # fmt: skip
+
+
+def write_prediction(folder: Path, prediction: Prediction) -> Path:
+    """Write a prediction into a run directory, and return the file.
+
+    Raises:
+        UsageError: it can't be written.
+    """
+    path = folder / FOLDER / f"{prediction.rank}.json"
+    draft = path.with_name(f".{path.name}.draft")
+    try:
+        path.parent.mkdir(exist_ok=True)
+        draft.write_text(json.dumps({"version": VERSION, **asdict(prediction)}) + "\n")
+        draft.replace(path)
+    except OSError as error:
+        asked, fix = f"the prediction in {path}", "make room there, or see who may write to the run directory"
+        raise UsageError(asked, f"it can't be written ({error})", fix) from None
+    return path
+
+
+def read_predictions(folder: Path, plan: str) -> list[Prediction]:
+    """Return the predictions in a run directory, by rank; those of another plan, or that can't be read, are left out.
+
+    Args:
+        folder: of the run.
+        plan: the line of its plan; a run may have gone on under another.
+    """
+    found = []
+    for path in (folder / FOLDER).glob("*.json"):
+        try:
+            value = read_json(path, _FORM)
+        except ReadError:
+            continue
+        if value["version"] == VERSION and value["plan"] == plan:
+            found.append(Prediction(**{each.name: value[each.name] for each in fields(Prediction)}))
+    return sorted(found, key=lambda prediction: prediction.rank)
+
+
+def rates(predictions: Sequence[Prediction], splits: Sequence[RankSplit], memories: Sequence[RankMemory]) -> list[Rate]:
+    """Return how fast the ranks compute that have both a prediction and times.
+
+    Args:
+        predictions: of the run.
+        splits: where the time of its newest steps goes.
+        memories: what its ranks hold, for the names of their devices.
+    """
+    names = {memory.rank: memory.name for memory in memories}
+    found = []
+    for split in splits:
+        prediction = next((each for each in predictions if each.rank == split.rank), None)
+        if prediction is not None and split.median_s > 0 and prediction.flops:
+            name = names.get(split.rank, "")
+            peak = peak_flops(name, prediction.precision)
+            found.append(Rate(split.rank, prediction.flops / split.median_s, peak, name))
+    return found
+
+
+def _flops_per_s(value: float) -> str:
+    for unit, size in (("TFLOP/s", 1e12), ("GFLOP/s", 1e9), ("MFLOP/s", 1e6)):
+        if value >= size:
+            return f"{value / size:.1f} {unit}"
+    return f"{value / 1e3:.1f} kFLOP/s"
