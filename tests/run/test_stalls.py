@@ -21,6 +21,7 @@ from paceline.run.rank.worker import run_rank
 from paceline.run.supervise.progress import Screen
 from paceline.run.supervise.stalls import Stalls, notice_time, process_state
 from paceline.run.supervise.supervisor import JobRequest, Supervisor
+from paceline.run.supervise.verdict import Verdict
 
 from support.jobs import LOOP, STEPS, losses, paceline, start, wait_for, write_workload
 
@@ -107,6 +108,36 @@ def test_it_is_told_within_the_notice_time_and_then_rarely(stalls):
     assert at[0] - 1000 + 15 <= 60
     assert len(at) <= 6, "in four hours"
     assert all(later - sooner >= 600 for sooner, later in itertools.pairwise(at))
+
+
+class Asked(Verdict):
+    """A verdict whose ranks answer when the test says so."""
+
+    def begin(self):
+        self.thread = threading.Thread(target=ANSWERED.wait)
+        self.lines = ["paceline: rank 1 sleeps"]
+        self.thread.start()
+
+
+ANSWERED = threading.Event()
+
+
+@pytest.mark.parametrize("goes_on", [False, True], ids=["it stands", "it goes on before they answer"])
+def test_the_cause_is_told_once_when_the_ranks_have_answered(stalls, tmp_path, goes_on):
+    ANSWERED.clear()
+    made = stalls(waiting(0))
+    made.verdict = Asked(tmp_path)
+    assert made.look(1001.0, {})
+    thread = made.verdict.thread
+    if goes_on:
+        stalls()
+        assert made.look(1002.0, {}) == ["paceline: the job goes on"]
+        stalls(waiting(0))
+    assert made.look(1002.0, {}) == []
+    ANSWERED.set()
+    thread.join()
+    assert made.look(1003.0, {}) == ([] if goes_on else ["paceline: rank 1 sleeps"])
+    assert made.look(1004.0, {}) == []
 
 
 def test_the_same_slow_rank_in_every_step_is_told_rarely(stalls):
@@ -345,7 +376,7 @@ MIXED = """
 
 @pytest.mark.slow
 def test_a_slow_rank_is_told_and_the_job_trains_on(tmp_path):
-    hook = "    if job and job.step_number == 6 and job.rank == 1: time.sleep(6)\n"
+    hook = "    if job and job.step_number == 6 and job.rank == 1: time.sleep(10)\n"
     ended = paceline(
         tmp_path,
         "run",
@@ -362,7 +393,9 @@ def test_a_slow_rank_is_told_and_the_job_trains_on(tmp_path):
     line = (tmp_path / "tiny.py").read_text().splitlines().index(hook.rstrip()) + 1
     assert "rank 0: step 7, waiting in all_reduce, called at " in ended.err
     assert f"rank 1: step 7, at {tmp_path}/tiny.py:{line}, idle" in ended.err
-    assert "paceline: the job goes on" in ended.err
+    cause = f"paceline: rank 1 in step 7 sleeps, reads or writes at {tmp_path}/tiny.py:{line}: "
+    assert cause in ended.err
+    assert ended.err.index(cause) < ended.err.index("paceline: the job goes on")
     assert len(losses(tmp_path / "runs" / "a")) == STEPS
     assert not (tmp_path / "runs" / "a" / "stalls").exists()
 

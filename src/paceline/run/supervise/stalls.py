@@ -18,6 +18,7 @@ from typing import Any
 
 from paceline.nouns.errors import ReadError, UsageError
 from paceline.nouns.reading import COUNT, read_json
+from paceline.run.supervise.verdict import Verdict
 
 FOLDER = "stalls"  # in the run directory
 VARIABLE = "PACELINE_STALL_NOTICE"
@@ -41,11 +42,13 @@ class Stalls:
         run_dir: of the job.
         notice_s: seconds without progress after which people are told; 0: never.
         ranks: number of ranks of the job, on all hosts.
+        verdict: is asked for the cause after a notice; None: nobody is.
     """
 
     run_dir: Path
     notice_s: float
     ranks: int = 1
+    verdict: Verdict | None = None
     # By key: when the notice was given, and the pause until it may come again.
     notices: dict[tuple[Any, ...], tuple[float, float]] = field(default_factory=dict)
     is_told: bool = False  # the present stall has been
@@ -64,7 +67,11 @@ class Stalls:
         longest_s = max((_stalled_s(report, now) for report in self.reports), default=0.0)
         if not self.reports and self.is_told:
             self.is_told = False
+            if self.verdict is not None:
+                self.verdict.drop()
             return ["paceline: the job goes on"]
+        if self.verdict is not None and (lines := self.verdict.take()):
+            return lines
         if longest_s < _EARLY * self.notice_s:
             return []
         # The same notice comes rarely: a rank that is slow in every step would otherwise fill the screen.
@@ -75,6 +82,8 @@ class Stalls:
         pause_s = max(2 * pause_s, _AGAIN * self.notice_s)
         self.notices[key] = (now, pause_s)
         self.is_told = True
+        if self.verdict is not None:
+            self.verdict.begin()
         lines = _notice(self.reports, longest_s, self._missing(pids), pause_s)
         return [*lines[:-1], f"  More: paceline why {shlex.quote(str(self.run_dir))}", lines[-1]]
 

@@ -24,6 +24,7 @@ from paceline.run.supervise.progress import Progress, Screen
 from paceline.run.supervise.restart_policy import Replaced
 from paceline.run.supervise.server_news import ServerNews
 from paceline.run.supervise.stalls import DEFAULT_S, VARIABLE, Stalls, process_state
+from paceline.run.supervise.verdict import Verdict
 from paceline.server.coordinator.absences import silence_s
 
 # All times are in seconds.
@@ -144,7 +145,7 @@ class Supervisor:
             self.news = ServerNews(self.request.run_dir, self.screen.say, self._end_silent)
         self.replaced = Replaced(self.request.ranks, self.request.servers)
         ranks = self.request.world_size or self.request.ranks
-        self.stalls = Stalls(self.request.run_dir, self.request.stall_notice_s, ranks)
+        self.stalls = Stalls(self.request.run_dir, self.request.stall_notice_s, ranks, Verdict(self.request.run_dir))
 
     def run(self) -> tuple[Ending, Progress]:
         """Run the job to its end. Nothing is left behind: no process, no file outside the run directory.
