@@ -77,6 +77,8 @@ def server(tmp_path_factory) -> Iterator[Server]:
     events = folder / "runs" / "train" / "events.jsonl"
     try:
         assert wait_for(lambda: events.exists() and b'"step": 25,' in events.read_bytes(), 120), job.poll()
+        predicted = start(folder, "profile", "--job", "train", "train.py")
+        assert "kept in" in predicted.communicate(timeout=120)[1]
         with dashboard(folder / "runs") as served:
             yield served
     finally:
@@ -106,7 +108,7 @@ def test_every_page_opens_without_a_fault(opened, name, tmp_path):
     opened.open(PAGES[name])
     wanted = {
         "overview": "Checkpoints", "time": "rank 2 is waited for", "timeline": "Perfetto", "plan": "pieces of layers",
-        "memory": "optimizer state", "events": "evaluation", "output": "of rank 3", "why": "rank 2 is waited for",
+        "memory": "tensors at the peak", "events": "evaluation", "output": "of rank 3", "why": "rank 2 is waited for",
         "runs": "baseline", "compare": "plan: mesh",
     }  # fmt: skip
 
