@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import Phase, assume, given, settings
@@ -12,6 +14,7 @@ from paceline.graph import rules
 from paceline.graph.placement import Split
 from paceline.graph.rules import spec_of, tensor_inputs
 from paceline.graph.sharding_strategies import Options, choices
+from paceline.verify.ranks.grouped_float64 import grouped_products_in_float64
 
 from support.operations import blocks_of, node_of, piece, randint, randn, shape_of_rank
 
@@ -61,6 +64,13 @@ def make_baddbmm(draw):
     batch, n, inner, out = sizes(draw, 4)
     added = broadcast(draw, [batch, n, out])
     return randn(draw, *added), randn(draw, batch, n, inner), randn(draw, batch, inner, out)
+
+
+def make_grouped_mm(draw):
+    groups, inner, out = sizes(draw, 3)
+    ends = list(itertools.accumulate(draw(st.integers(0, 4)) for _ in range(groups)))
+    rows = randn(draw, max(1, ends[-1]), inner)
+    return rows, randn(draw, groups, inner, out), torch.tensor(ends, dtype=torch.int32)
 
 
 def make_einsum(draw):
@@ -205,6 +215,7 @@ MAKE = {
     aten.bmm.default: make_bmm,
     aten.matmul.default: make_matmul,
     aten.baddbmm.default: make_baddbmm,
+    aten._grouped_mm.default: make_grouped_mm,
     aten.einsum.default: make_einsum,
     aten.conv1d.default: make_conv(1),
     aten.conv2d.default: make_conv(2),
@@ -294,6 +305,12 @@ def check_choice(node, choice, parts):
         torch.testing.assert_close(
             result, piece(whole, choice.output, part, parts), rtol=1e-10, atol=1e-12, equal_nan=True
         )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def float64_everywhere():
+    with grouped_products_in_float64():
+        yield
 
 
 def test_every_rule_is_tried():

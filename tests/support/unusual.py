@@ -241,7 +241,51 @@ def sgd_of_last(model):
     return torch.optim.SGD(model.last.parameters(), lr=0.1)
 
 
+class Mixture(nn.Module):
+    """A mixture of experts as transformers computes it: tokens sorted by expert, and grouped matrix products.
+
+    torch has no such product in float64.
+    """
+
+    def __init__(self, experts=4, chosen=2, width=32, inner=64):
+        super().__init__()
+        self.experts, self.chosen = experts, chosen
+        self.words, self.lin = nn.Embedding(50, width), nn.Linear(width, 50)
+        self.router = nn.Linear(width, experts)
+        self.first = nn.Parameter(torch.randn(experts, 2 * inner, width) / 8)
+        self.second = nn.Parameter(torch.randn(experts, width, inner) / 8)
+
+    def forward(self, ids):
+        x = self.words(ids)
+        tokens = x.flatten(0, 1)
+        weights, places = torch.softmax(self.router(tokens), -1).topk(self.chosen)
+        sorted_places, order = places.flatten().sort()
+        counts = torch.histc(sorted_places.float(), bins=self.experts, min=0, max=self.experts - 1)
+        ends = counts.cumsum(0, dtype=torch.int32)
+        rows = tokens[order // self.chosen]
+        gate, up = F.grouped_mm(rows, self.first.transpose(1, 2), offs=ends).chunk(2, -1)
+        rows = F.grouped_mm(F.silu(gate) * up, self.second.transpose(1, 2), offs=ends)
+        rows = rows * weights.flatten()[order].unsqueeze(-1)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order))
+        return self.lin(x + rows[back].view(*x.shape[:2], self.chosen, -1).sum(2))
+
+
+class Narrowed(nn.Module):
+    """A table that is computed in float64 and kept in float32, as positions are in transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 3)
+        self.register_buffer("table", torch.linspace(0, 3, 16, dtype=torch.float64).sin().to(torch.float32))
+
+    def forward(self, x):
+        return self.last(torch.relu(self.first(x)) + self.table)
+
+
 UNUSUAL = {
+    "mixture": lambda: ids_job(Mixture, same_word),
+    "narrowed": lambda: remembers(model=Narrowed),
     "infmask": lambda: ids_job(InfMask, same_word),
     "huge": lambda: remembers(model=Huge),
     "hugemask": lambda: remembers(model=HugeMask),

@@ -27,6 +27,8 @@ EAGER_ONLY = (
 
 
 def plans_of(name):
+    if name == "mixture":
+        return "replicate=2", "tensor=2", "pipeline=2", "replicate=2,tensor=2", "shard=2"
     return ("replicate=2",) if name in EAGER_ONLY else ("replicate=2", "tensor=2")
 
 

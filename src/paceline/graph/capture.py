@@ -38,6 +38,7 @@ from paceline.graph.functional import (
     drop_unread,
     make_functional,
 )
+from paceline.graph.grouped_mm import register_fake
 from paceline.graph.kept_values import InitialState, PythonStateWatch
 from paceline.graph.refused_calls import effects_as_written
 from paceline.graph.writes import Write, WriteLog, check_same_writes, run_on_fakes, wants_gradient, written_inputs
@@ -118,6 +119,7 @@ def capture(model: torch.nn.Module, function: Function, batch: Any, device: torc
         WorkloadError: the code's path depends on values, draws from Python's or numpy's random numbers, or
             replaces a buffer instead of writing into it.
     """
+    register_fake()
     fake = FakeTensorMode(allow_non_fake_inputs=True)  # tensors that the code makes of plain numbers are real
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     trained = {name for name, tensor in tensors.items() if tensor.requires_grad}
@@ -454,8 +456,6 @@ def _refusals() -> Iterator[None]:
             + fix,
         ) from error
     except Exception as error:
-        if "BF16 type" in str(error):  # of grouped matrix products: their shapes alone are known for bfloat16 only
-            fix = 'for experts of transformers write config._experts_implementation = "batched_mm", ' + fix
         raise WorkloadError(
             "to be split, the model should be a graph of torch operations",
             f"{type(error).__name__} at {_where(error)}: {str(error).strip().partition(chr(10))[0]:.200}",

@@ -12,6 +12,7 @@ from torch import fx
 
 from paceline.comm.differentiable import Exchanges, Pieces, attention_values, attention_weights, split_dropout
 from paceline.graph.capture import Captured
+from paceline.graph.grouped_mm import grouped_mm_of_pieces
 from paceline.graph.labels import argument, tensor_inputs
 from paceline.graph.layout import Layout
 from paceline.graph.placement import Placement, Split
@@ -186,6 +187,8 @@ class _Emitter:
             return self._call(split_dropout, *arguments, shape_of(node), place)
         if choice.is_split and node.target is aten.scaled_dot_product_attention.default and _dropout_of(node):
             return self._attention_with_dropout(node, choice, arguments, named)
+        if choice.is_split and node.target is aten._grouped_mm.default:
+            return self._call(grouped_mm_of_pieces, *arguments, **named)
         if choice.after is not None:
             return self._partial(node, arguments, named, sources)
         assert callable(node.target)

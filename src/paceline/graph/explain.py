@@ -12,9 +12,9 @@ from paceline.graph.capture import Captured
 from paceline.graph.labels import tensor_inputs
 from paceline.graph.layout import Layout, options_of
 from paceline.graph.placement import Split
-from paceline.graph.reshape_rules import shape_of
+from paceline.graph.reshape_rules import is_rearrangement, shape_of
 from paceline.graph.rules import spec_of
-from paceline.graph.sharding_strategies import Choice, Options, choices
+from paceline.graph.sharding_strategies import Options, choices
 
 aten = torch.ops.aten
 
@@ -101,11 +101,19 @@ def _shown(placement: Split | None, num_ranks: int) -> str:
 
 
 def _why_split(state: fx.Node, users: list[fx.Node], layout: Layout) -> str:
-    reasons = dict.fromkeys(_role(state, user, layout.choices[user]) for user in users)  # each once, in order
+    reasons = dict.fromkeys(_role(*_reader(state, user), layout) for user in users)  # each once, in order
     return "; ".join(reasons)
 
 
-def _role(state: fx.Node, user: fx.Node, choice: Choice) -> str:
+def _reader(state: fx.Node, user: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Return the operation that computes with a state which `user` rearranges, as a transpose, and what it is given."""
+    while is_rearrangement(user) and len(user.users) == 1 and next(iter(user.users)).op == "call_function":
+        state, user = user, next(iter(user.users))
+    return state, user
+
+
+def _role(state: fx.Node, user: fx.Node, layout: Layout) -> str:
+    choice = layout.choices[user]
     if choice.kind == "vocabulary embedding":
         return "rows of the vocabulary: each rank looks up its own, one sum"
     spec = spec_of(user)

@@ -9,7 +9,7 @@ field does by hand for each model, columns then rows with one sum per block, com
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,12 +136,20 @@ def _step(
     cheapest: dict[Any, _PartialLayout] = {}
     inputs = tensor_inputs(node)
     ending = {source for source in inputs if last_use[source] <= index}
+    written = running_statistics(node)
+    # Most layouts have this node's inputs lying the same way: what can be done there is asked once for each way.
+    possible: dict[Any, list[Choice]] = {}
     for layout in layouts:
         placements = [_placement_of(layout.placements, source) for source in inputs]
         fixed = [_is_decided(source, layout, options) for source in inputs]
-        for choice in choices(node, placements, fixed, options):
-            if not _may_write(node, inputs, placements, fixed, choice):
-                continue
+        way = (*placements, *fixed)
+        if way not in possible:
+            possible[way] = [
+                choice
+                for choice in choices(node, placements, fixed, options)
+                if not written or _may_write(written, inputs, placements, fixed, choice)
+            ]
+        for choice in possible[way]:
             following = _after(layout, node, choice, inputs, placements, fixed, options)
             # Nothing reads these values again: how they lie must not keep two layouts apart.
             for source in ending:
@@ -176,10 +184,13 @@ def _must_stay_whole(captured: Captured) -> set[fx.Node]:
 
 
 def _may_write(
-    node: fx.Node, inputs: list[fx.Node], placements: list[Placement], fixed: list[bool], choice: Choice
+    written: Collection[fx.Node],
+    inputs: list[fx.Node],
+    placements: list[Placement],
+    fixed: list[bool],
+    choice: Choice,
 ) -> bool:
     """True if a norm's statistics are taken as they lie: what is converted first is a copy, and the write is lost."""
-    written = running_statistics(node)
     for source, current, is_fixed, wanted in zip(inputs, placements, fixed, choice.inputs, strict=True):
         is_converted = is_fixed and current != wanted
         if is_converted and source in written:

@@ -150,6 +150,15 @@ def _matmul(node: fx.Node) -> Spec | None:
     return Spec(labels, (*batch(shape_of(node)), "m", "o"), frozenset("i"), True)
 
 
+def _grouped_mm(node: fx.Node) -> Spec | None:
+    inputs = tensor_inputs(node)
+    if len(inputs) != 3 or [len(shape_of(source)) for source in inputs] != [2, 3, 1]:
+        return None
+    # rows (s i), sorted by group; weights (e i o); where each group's rows end (e). Pieces of rows or groups would need
+    # ends of their own.
+    return Spec(((None, "i"), (None, "i", "o"), (None,)), (None, "o"), frozenset("i"), True)
+
+
 def _baddbmm(node: fx.Node) -> Spec | None:
     added, *_ = tensor_inputs(node)
     shape = shape_of(added)
@@ -303,6 +312,7 @@ _RULES: dict[Any, Callable[[fx.Node], Spec | None]] = {
     aten.bmm.default: _matmul,
     aten.matmul.default: _matmul,
     aten.baddbmm.default: _baddbmm,
+    aten._grouped_mm.default: _grouped_mm,
     aten.einsum.default: _einsum,
     aten.conv1d.default: _conv,
     aten.conv2d.default: _conv,

@@ -82,6 +82,9 @@ def choices(
     if is_rearrangement(node):
         if placements[0] is not None:
             yield from _carried_along(node, placements[0], options.num_ranks, work)
+        elif not fixed[0] and _is_weight_of_a_product(node):
+            for split in _splits_of(shape_of(inputs[0]), options):
+                yield from _carried_along(node, split, options.num_ranks, work)
         return
     yield from _vocabulary_choices(node, placements, fixed, options, work)
     spec = spec_of(node)
@@ -98,6 +101,37 @@ def _carried_along(node: fx.Node, placement: Split, num_ranks: int, work: float)
     output = tuple(carried) if isinstance(carried, list) else carried
     others = (None,) * (len(tensor_inputs(node)) - 1)
     yield Choice((placement, *others), output, True, work / num_ranks)
+
+
+def _is_weight_of_a_product(node: fx.Node) -> bool:
+    """True if a product reads what a parameter is rearranged to: then its layout may begin with a split parameter."""
+    # Others only follow: a table of positions that is cut to length must not begin a split of what it is added to.
+    for user in node.users:
+        if user.op != "call_function":
+            continue
+        if is_rearrangement(user):
+            if _is_weight_of_a_product(user):
+                return True
+            continue
+        spec = spec_of(user)
+        if spec is not None and spec.heavy:
+            return True
+    return False
+
+
+def _splits_of(shape: tuple[int, ...], options: Options) -> Iterator[Split]:
+    """Yield the ways to split a new weight along one of its dimensions."""
+    for dim, size in enumerate(shape):
+        if size >= options.num_ranks:
+            for blocks in _blocks_of(size, options):
+                yield Split(dim, blocks)
+
+
+def _parameter_behind(source: fx.Node, options: Options) -> fx.Node | None:
+    """Return the parameter that `source` is, or is rearranged from; None if it is neither."""
+    while source.op == "call_function" and is_rearrangement(source):
+        source = tensor_inputs(source)[0]
+    return source if source in options.parameters else None
 
 
 def _has_several_outputs(node: fx.Node) -> bool:
@@ -206,7 +240,7 @@ def _weight_labels(inputs: Sequence[fx.Node], spec: Spec, options: Options) -> s
     """Return the labels of the weights among the inputs, biases left out."""
     weight_labels: set[str | None] = set()
     for source, labels in zip(inputs, spec.inputs, strict=True):
-        if source in options.parameters and len(labels) > 1:
+        if len(labels) > 1 and _parameter_behind(source, options) is not None:
             weight_labels.update(labels)
     return weight_labels
 

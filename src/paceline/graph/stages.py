@@ -139,12 +139,13 @@ def cut_out(captured: Captured, stages: Mapping[fx.Node, int], count: int) -> li
     """Return the graph of every stage."""
     output = next(iter(reversed(captured.graph.nodes)))
     results = tensor_inputs(output)
-    crossing = _crossing_values(captured, stages, count, results)
+    facts = _Facts.of(captured.graph)
+    crossing = _crossing_values(stages, count, results, facts)
     with_gradient = gradients_of(captured)
     built = []
     for stage in range(count):
         is_last = stage == count - 1
-        piece = _build(captured, stages, stage, crossing, results if is_last else None)
+        piece = _build(captured, stages, stage, crossing, results if is_last else None, facts)
         piece.has_gradient = [node in with_gradient for node in crossing[stage]]
         piece.sent = [node.meta["val"] for node in crossing[stage + 1]]
         piece.sends_gradient = [node in with_gradient for node in crossing[stage + 1]]
@@ -153,13 +154,12 @@ def cut_out(captured: Captured, stages: Mapping[fx.Node, int], count: int) -> li
 
 
 def _crossing_values(
-    captured: Captured, stages: Mapping[fx.Node, int], count: int, results: list[fx.Node]
+    stages: Mapping[fx.Node, int], count: int, results: list[fx.Node], facts: _Facts
 ) -> list[list[fx.Node]]:
     """Return the values that each stage receives, in the graph's order; nothing crosses into the first.
 
     The list has one entry more than there are stages, empty too: nothing crosses out of the last.
     """
-    order = node_order(captured.graph)
     needed: list[set[fx.Node]] = [set() for _ in range(count)]  # staged values that each stage reads
     # Step 1: what each stage reads of staged values; the last one also hands out the function's results.
     for node, stage in stages.items():
@@ -168,13 +168,13 @@ def _crossing_values(
         if result in stages:
             needed[count - 1].add(result)
         else:
-            needed[count - 1] |= _closure(result, stages, captured, order)[1]
+            needed[count - 1] |= _closure(result, stages, facts)[1]
     # Step 2: a stage receives what it or any later stage reads: messages only go from a stage to the next.
     crossing: list[list[fx.Node]] = [[]]
     for stage in range(1, count):
         read_later = set().union(*needed[stage:])
         received = [node for node in read_later if stages[node] < stage]
-        crossing.append(sorted(received, key=order.__getitem__))
+        crossing.append(sorted(received, key=facts.order.__getitem__))
     crossing.append([])
     return crossing
 
@@ -187,15 +187,32 @@ def _draws(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in target.tags or target is torch.ops.aten.dropout.default
 
 
-def _closure(
-    node: fx.Node, stages: Mapping[fx.Node, int], captured: Captured, order: Mapping[fx.Node, int]
-) -> tuple[list[fx.Node], set[fx.Node]]:
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What is asked of a graph many times while it is cut.
+
+    Attributes:
+        order: the place of every node.
+        groups: of the nodes that share memory which one of them writes into, the number of the memory.
+        members: these nodes by that number.
+    """
+
+    order: Mapping[fx.Node, int]
+    groups: Mapping[fx.Node, int]
+    members: Mapping[int, list[fx.Node]]
+
+    @classmethod
+    def of(cls, graph: fx.Graph) -> _Facts:
+        """Look at a graph."""
+        groups = written_groups(graph)
+        members: dict[int, list[fx.Node]] = {}
+        for member, shared in groups.items():
+            members.setdefault(shared, []).append(member)
+        return cls(node_order(graph), groups, members)
+
+
+def _closure(node: fx.Node, stages: Mapping[fx.Node, int], facts: _Facts) -> tuple[list[fx.Node], set[fx.Node]]:
     """Return what must be computed anew for `node`, in order, and the staged values that it needs (normally none)."""
-    # Operations that write into one memory belong together: a copy of one alone would read an unwritten value.
-    groups = written_groups(captured.graph)
-    members: dict[int, list[fx.Node]] = {}
-    for member, shared in groups.items():
-        members.setdefault(shared, []).append(member)
     anew: set[fx.Node] = set()
     staged: set[fx.Node] = set()
     pending = [node]
@@ -206,16 +223,17 @@ def _closure(
         elif current.op == "call_function" and current not in anew:
             anew.add(current)
             pending.extend(current.all_input_nodes)
-            if current in groups:  # what others write into the same memory belongs to it
-                pending.extend(other for other in members[groups[current]] if other.op == "call_function")
-    return sorted(anew, key=order.__getitem__), staged
+            # Operations that write into one memory belong together: a copy of one alone would read an unwritten value.
+            if current in facts.groups:
+                together = facts.members[facts.groups[current]]
+                pending.extend(other for other in together if other.op == "call_function")
+    return sorted(anew, key=facts.order.__getitem__), staged
 
 
 def _operations_of(
-    captured: Captured, stages: Mapping[fx.Node, int], stage: int, results: list[fx.Node] | None
+    captured: Captured, stages: Mapping[fx.Node, int], stage: int, results: list[fx.Node] | None, facts: _Facts
 ) -> set[fx.Node]:
     """Return the operations that a stage runs: those assigned to it, and those that it computes anew."""
-    order = node_order(captured.graph)
     assigned = [node for node in captured.graph.nodes if stages.get(node) == stage]
     operations_here = set(assigned)
     readers = assigned + (results or [])
@@ -225,7 +243,7 @@ def _operations_of(
             sources.append(node)
         for source in sources:
             if source not in stages:
-                operations_here.update(_closure(source, stages, captured, order)[0])
+                operations_here.update(_closure(source, stages, facts)[0])
     return operations_here
 
 
@@ -235,6 +253,7 @@ def _build(
     stage: int,
     crossing: list[list[fx.Node]],
     results: list[fx.Node] | None,
+    facts: _Facts,
 ) -> Stage:
     """Return the graph of one stage.
 
@@ -244,8 +263,9 @@ def _build(
         stage: the one to build.
         crossing: what each stage receives.
         results: the function's outputs, for the last stage.
+        facts: of the captured graph.
     """
-    operations_here = _operations_of(captured, stages, stage, results)
+    operations_here = _operations_of(captured, stages, stage, results, facts)
     used = set(results or [])
     for node in operations_here:
         used.update(node.all_input_nodes)

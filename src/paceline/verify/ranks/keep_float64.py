@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 import paceline
 from paceline.nouns.patching import patched
+from paceline.verify.ranks.grouped_float64 import grouped_products_in_float64
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = ("float", "half", "bfloat16")
@@ -29,6 +30,20 @@ _PACKAGES = ("parallel", "deferred_init", "comm", "train", "checkpoint")
 _JUDGED = tuple(str(Path(paceline.__file__).parent / name) + os.sep for name in _PACKAGES)
 
 
+_is_suspended = False
+
+
+@contextmanager
+def dtypes_as_asked() -> Iterator[None]:
+    """Give every tensor the dtype that is asked for, within `kept_wide` too: a model is made as for training."""
+    global _is_suspended
+    before, _is_suspended = _is_suspended, True
+    try:
+        yield
+    finally:
+        _is_suspended = before
+
+
 @contextmanager
 def kept_wide(is_on: bool) -> Iterator[None]:
     """Let narrower dtypes be ignored where a float64 tensor is asked for one; do nothing unless `is_on`."""
@@ -36,6 +51,7 @@ def kept_wide(is_on: bool) -> Iterator[None]:
         yield
         return
     with ExitStack() as stack:
+        stack.enter_context(grouped_products_in_float64())
         for owner, name, wrap in _replacements():
             stack.enter_context(patched(owner, **{name: wrap(getattr(owner, name))}))
         yield
@@ -70,7 +86,7 @@ def _with_wide_dtype(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _stays_wide(tensor: torch.Tensor) -> bool:
     """True for a float64 tensor, unless the caller of the replaced function is code that is judged."""
-    if tensor.dtype != torch.float64:
+    if _is_suspended or tensor.dtype != torch.float64:
         return False
     caller = sys._getframe(2)  # above this function and the replacement
     return not caller.f_code.co_filename.startswith(_JUDGED)

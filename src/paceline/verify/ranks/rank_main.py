@@ -34,6 +34,7 @@ from paceline.verify.child_setup import read_settings
 from paceline.verify.ranks.control_flow_trace import Branches
 from paceline.verify.ranks.dropout_trace import DropoutTrace, MaskPiece, watch_pieces
 from paceline.verify.ranks.fingerprint import prints_of
+from paceline.verify.ranks.keep_float64 import dtypes_as_asked
 from paceline.verify.ranks.randomness import controlled, drawn_state
 from paceline.verify.ranks.reference_step import dense_copy, scale_of
 from paceline.verify.ranks.trace import Trace, begin_heartbeat
@@ -228,11 +229,16 @@ class _RankRun:
 
         The broadcast from rank 0 must replace them.
         """
+
+        def made() -> Any:
+            with dtypes_as_asked():  # the reference makes its model before it controls draws and dtypes
+                return workload.model()
+
         if self.rank == 0 or self.mesh.size("replicate") != self.mesh.world_size:
-            return workload.model
+            return made
 
         def with_other_values() -> Any:
-            model = workload.model()
+            model = made()
             with torch.no_grad():
                 for tensor in [*model.parameters(), *model.buffers()]:
                     if tensor.is_floating_point():

@@ -149,10 +149,7 @@ def as_workload_error(error: Exception) -> WorkloadError:
         fix = "verifying runs on CPU processes: take the plain torch form of that operation where CUDA is not at hand"
         return WorkloadError("the model should run on CPUs too", found, fix)
     if _has_no_float64(str(error)):
-        fix = (
-            "verifying runs in float64: take a form of that operation which has it, such as the plain torch one "
-            '(for experts of transformers: config._experts_implementation = "batched_mm")'
-        )
+        fix = "verifying runs in float64: take a form of that operation which has it, such as the plain torch one"
         return WorkloadError("every operation of the model should run in float64 on CPUs", found, fix)
     if "dtype" in str(error) or "Double" in str(error):
         fix = "verifying runs in float64: make tensors as wide as the model's, x.new_zeros(...) or dtype=x.dtype"

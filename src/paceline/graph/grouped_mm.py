@@ -1,0 +1,71 @@
+"""torch's products of groups of rows, each with a matrix of its own, on fake tensors of any dtype.
+
+Mixtures of experts are computed so: rows that are sorted by expert, and a weight of shape (experts, in, out). torch's
+own fake of `aten._grouped_mm` takes bf16 alone, while its kernels take float32 and fp16 too; and its counter of
+operations doesn't know it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+aten = torch.ops.aten
+_ALIGNED_BYTES = 16  # of the kernels' rows
+
+
+def _shape(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor | None) -> tuple[int, ...]:
+    """Return the shape of the product: `ends` cuts the dimension that only one of both has, or that both sum over."""
+    if left.dim() == 2 and right.dim() == 2:
+        assert ends is not None, "two matrices without groups are no grouped product"
+        return ends.shape[0], left.shape[0], right.shape[1]
+    if left.dim() == 2:
+        return left.shape[0], right.shape[-1]
+    if right.dim() == 2:
+        return left.shape[1], right.shape[1]
+    return left.shape[0], left.shape[1], right.shape[-1]
+
+
+def _fake(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    return left.new_empty(_shape(left, right, offs), dtype=out_dtype or left.dtype)
+
+
+def _operations(left: Any, right: Any, *arguments: Any, out_shape: Any = None, **named: Any) -> int:
+    """Return the operations of a grouped product: each row meets one matrix."""
+    if len(left) == len(right) == 2:
+        return int(2 * math.prod(left) * right[1])
+    rows = left[-2] * (left[0] if len(left) == len(right) == 3 else 1)
+    return int(2 * rows * left[-1] * right[-1])
+
+
+@functools.cache
+def register_fake() -> None:
+    """Let this process run grouped products on fake tensors, and count their operations."""
+    torch.library.register_fake("aten::_grouped_mm", _fake, allow_override=True)
+    if aten._grouped_mm not in flop_registry:
+        register_flop_formula(aten._grouped_mm)(_operations)
+
+
+def grouped_mm_of_pieces(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """Multiply pieces of rows (rows, in) with pieces of weights (groups, in, out).
+
+    The kernels want rows of a multiple of 16 bytes, and a piece of such a row need not be one: it is filled up with
+    zeros, which add nothing.
+    """
+    step = max(1, _ALIGNED_BYTES // rows.element_size())
+    inner, outer = -weight.shape[-2] % step, -weight.shape[-1] % step
+    if inner or outer:
+        rows, weight = F.pad(rows, (0, inner)), F.pad(weight, (0, outer, 0, inner))
+    product: torch.Tensor = aten._grouped_mm.default(rows, weight, ends, *rest)
+    return product[..., : product.shape[-1] - outer] if outer else product
