@@ -134,7 +134,7 @@ REFUSED = {
         (SCORES, SCORES + "    scores = scores * (1 + paceline.rank())\n"), "replicate=2", "on rank 0 and",
     ),
     "random numbers": (
-        (SCORES, SCORES + "    scores = scores + torch.randn(1)\n"), "replicate=2", "draws some that are no dropout",
+        (SCORES, SCORES + "    scores = scores + torch.randperm(9)[0]\n"), "replicate=2", "neither dropout nor",
     ),
     "a memory": (
         (SCORES, SCORES + "    seen.append(1)\n    scores = scores * len(seen)\n"), "replicate=2", "when it is computed again",

@@ -29,6 +29,10 @@ EAGER_ONLY = (
 def plans_of(name):
     if name == "mixture":
         return "replicate=2", "tensor=2", "pipeline=2", "replicate=2,tensor=2", "shard=2"
+    if name in ("depth", "ownbackward", "ctc"):
+        return "replicate=2", "tensor=2", "pipeline=2"
+    if name == "noisy":
+        return "replicate=2", "shard=2,checkpointing=full", "pipeline=2"
     return ("replicate=2",) if name in EAGER_ONLY else ("replicate=2", "tensor=2")
 
 

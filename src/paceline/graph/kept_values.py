@@ -27,6 +27,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from paceline.nouns.errors import WorkloadError
+from paceline.nouns.module_names import PACKAGE
 
 _SLOTS = ("_parameters", "_buffers", "_modules")  # what the graph and the checks of buffers see already
 _PLAIN = (bool, int, float, complex, str, bytes, tuple, type(None), torch.Size, torch.dtype, torch.device)
@@ -359,9 +360,11 @@ def _is_watched(value: Any) -> bool:
 
 @functools.cache
 def _is_user_code(module: str) -> bool:
-    """True if a Python module is neither of the standard library nor installed."""
+    """True if a Python module is neither of the standard library nor installed, nor Paceline's own."""
     if module == "__main__":
         return True
+    if module.partition(".")[0] == PACKAGE and not module.startswith(f"{PACKAGE}.demo"):
+        return False  # also where it is not installed but run from a checkout
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     if not file or "site-packages" in file:
         return False

@@ -4,8 +4,9 @@ An element is kept or dropped by a hash of its own value, in 32 steps per octave
 on eight, in a micro-batch of two or of sixty-four, computed once or again, the same value meets the same fate. Two
 values that differ by float64's rounding fall into different steps about once in 1e11 elements.
 
-It takes the place of torch's dropout functions and of attention's, in the reference and in the ranks alike. What
-draws otherwise (torch.rand in a forward pass, an LSTM's own dropout) can't be made equal; see `watched`.
+It takes the place of torch's dropout functions and of attention's, in the reference and in the ranks alike. What draws
+by `torch.rand` and the like in a forward pass draws by place: see `placed_draws.py`. Other random numbers (an LSTM's
+own dropout, numpy's) can't be made equal; see `watched`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.nn import functional as F
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.patching import patched
 from paceline.verify.ranks.keep_float64 import kept_wide
+from paceline.verify.ranks.placed_draws import drawn_by_place
 
 _STEPS_PER_OCTAVE = 32.0
 _TINY = 1e-10  # what is rounding instead of a value falls into one step with zero
@@ -79,11 +81,12 @@ def attention(  # noqa: PLR0913  torch's own arguments
 
 
 @contextmanager
-def controlled(is_off: bool = False) -> Iterator[None]:
-    """Put dropout by value in the place of torch's, and let nothing narrow float64.
+def controlled(is_off: bool = False, is_compiled: bool = False) -> Iterator[None]:
+    """Put dropout by value in the place of torch's, draws by place in that of others, and let nothing narrow float64.
 
     Args:
         is_off: for narrow precisions, in which values differ by rounding: no dropout at all, and dtypes as asked.
+        is_compiled: the model is, and calls no hook from which a place is known: then nothing is drawn by place.
     """
     # Replaced in the module `torch.nn.functional`, where torch's own layers look them up at each call.
     original_attention = F.scaled_dot_product_attention
@@ -118,7 +121,8 @@ def controlled(is_off: bool = False) -> Iterator[None]:
     def dropped(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # torch's own names: some call by keyword
         return drop(input, p, train, is_off)
 
-    with patched(F, **ours), patched(torch, dropout=dropped), kept_wide(not is_off):
+    placed = nullcontext() if is_compiled else drawn_by_place()
+    with patched(F, **ours), patched(torch, dropout=dropped), kept_wide(not is_off), placed:
         yield
 
 
@@ -165,6 +169,6 @@ def watched(model: torch.nn.Module) -> Iterator[None]:
         where = drawing[0] if drawing else "the loss"  # the innermost module ends first
         raise WorkloadError(
             "the model's random numbers can't be made the same under every plan",
-            f"{where} draws some that are no dropout (torch.rand in a forward pass, an LSTM's own dropout, numpy)",
-            "switch that part off for verifying (drop_path=0, dropout=0 of the LSTM), or draw it in the data set's []",
+            f"{where} draws some that are neither dropout nor torch.rand's (an LSTM's own dropout, randperm, numpy)",
+            "switch that part off for verifying (dropout=0 of the LSTM), or draw it in the data set's []",
         )

@@ -35,6 +35,7 @@ from paceline.verify.ranks.control_flow_trace import Branches
 from paceline.verify.ranks.dropout_trace import DropoutTrace, MaskPiece, watch_pieces
 from paceline.verify.ranks.fingerprint import prints_of
 from paceline.verify.ranks.keep_float64 import dtypes_as_asked
+from paceline.verify.ranks.placed_draws import call_of_the_loss
 from paceline.verify.ranks.randomness import controlled, drawn_state
 from paceline.verify.ranks.reference_step import dense_copy, scale_of
 from paceline.verify.ranks.trace import Trace, begin_heartbeat
@@ -96,7 +97,7 @@ class _RankRun:
         is_off = self.run["precision"] != "float64"
         with ExitStack() as stack:
             if not self.run.get("draws"):
-                stack.enter_context(controlled(is_off))
+                stack.enter_context(controlled(is_off, self.plan.compile == "on"))
             job = Job(self.workload, self.plan)
             if job.parallel.loss_scale is not None:
                 job.parallel.loss_scale.value = scale_of(self.workload)
@@ -251,7 +252,7 @@ class _RankRun:
         """Return the loss; it enters the branches that it took and what it returned."""
 
         def recorded(model: Any, batch: Any) -> Any:
-            with Branches() as branches:
+            with Branches() as branches, call_of_the_loss(model):
                 result = workload.loss(model, batch)
             self.branches += branches.taken
             if not isinstance(result[0], FakeTensor):  # a capture calls the loss, too, without values

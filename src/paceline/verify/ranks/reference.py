@@ -21,6 +21,7 @@ from paceline.nouns.workload import Workload
 from paceline.train.find_workload import find_workload
 from paceline.verify.child_setup import read_settings, refuse
 from paceline.verify.judge.compare import Reference, bound_of, largest_of_each_kind, split_key
+from paceline.verify.ranks.placed_draws import PLACES
 from paceline.verify.ranks.reference_step import ReferenceStep, Variation, check_can_verify, take_steps
 
 # Reversing changes the order of sums over the batch; noise reaches every module.
@@ -135,7 +136,7 @@ def write(
     json_object = {
         "losses": result.losses, "weights": result.weights, "norms": result.norms, "modules": result.modules,
         "branches": result.branches, "clip_norm": clip_norm, "rates": result.rates,
-        "updated": result.updated, "epsilon": result.epsilon, **noise,
+        "updated": result.updated, "epsilon": result.epsilon, "draws_by_place": PLACES.has_drawn, **noise,
     }  # fmt: skip
     (folder / f"reference-{precision}.json").write_text(json.dumps(json_object))
 

@@ -23,6 +23,7 @@ from paceline.nouns.workload import Workload
 from paceline.train.precision import autocast
 from paceline.train.seed import kept_random_state, seed_everything, seed_sample
 from paceline.verify.ranks.control_flow_trace import Branches
+from paceline.verify.ranks.placed_draws import call_of_the_loss
 from paceline.verify.ranks.randomness import controlled, watched
 from paceline.verify.ranks.reference_optimizers import as_optimizer, change_gradients, state_of, step_schedulers
 from paceline.verify.ranks.reference_stream import StreamedSamples, opened
@@ -147,7 +148,7 @@ def _gradients(
     scale = scale_of(workload)
     for number, batch in enumerate(microbatches):
         with Branches() as branches, autocast(workload.precision, "cpu"):
-            with watch(model) if number == 0 else _unwatched(model):
+            with watch(model) if number == 0 else _unwatched(model), call_of_the_loss(model):
                 returned = workload.loss(model, batch)
             loss_sum, loss_weight = checked(returned)
         result.branches += branches.taken

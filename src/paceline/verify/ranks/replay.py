@@ -6,6 +6,7 @@ graph, at the operations of that graph before it was split), so that the first v
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from paceline.train.find_workload import find_workload
 from paceline.train.seed import seed_everything
 from paceline.verify.child_setup import read_settings
 from paceline.verify.ranks.fingerprint import prints_of
+from paceline.verify.ranks.placed_draws import call_of_the_loss
 from paceline.verify.ranks.randomness import controlled
 from paceline.verify.ranks.reference_step import checked, data_of, micro_batch
 from paceline.verify.ranks.watch import ModuleWatch, Take, watch_graph, watch_modules
@@ -123,7 +125,12 @@ def _module_runner(
 ) -> Callable[[Any], Any]:
     """Return the loss of a batch, in which every module is watched."""
     watch_modules(model, watch, lambda: str(number[0]), take)
-    return lambda batch: workload.loss(model, batch)
+    return lambda batch: _loss(workload, model, batch)
+
+
+def _loss(workload: Workload, model: torch.nn.Module, batch: Any) -> Any:
+    with call_of_the_loss(model):
+        return workload.loss(model, batch)
 
 
 def _graph_runner(workload: Workload, model: torch.nn.Module, watch: ModuleWatch) -> Callable[[Any], Any]:
@@ -133,7 +140,7 @@ def _graph_runner(workload: Workload, model: torch.nn.Module, watch: ModuleWatch
     states = {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
     def run(batch: Any) -> Any:
-        captured = capture(model, workload.loss, batch, torch.device("cpu"))
+        captured = capture(model, functools.partial(_loss, workload), batch, torch.device("cpu"))
         tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
         values = {node: states[name] for name, node in captured.states.items()}
         values.update(zip(captured.inputs, tensors, strict=True))
