@@ -58,7 +58,11 @@ def other():
 
 @pytest.mark.parametrize(
     ("fails", "says"),
-    [(grouped, "a form of that operation which has it"), (mixed, "make tensors as wide as the model's"), (other, "start it alone")],
+    [
+        (grouped, "a form of that operation which has it"),
+        (mixed, "make tensors as wide as the model's"),
+        (other, "start it alone"),
+    ],
 )
 def test_what_verify_advises_where_a_step_fails(fails, says):
     with pytest.raises((RuntimeError, KeyError)) as error:

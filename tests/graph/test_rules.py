@@ -73,6 +73,13 @@ def make_grouped_mm(draw):
     return rows, randn(draw, groups, inner, out), torch.tensor(ends, dtype=torch.int32)
 
 
+def make_weight_norm(draw):
+    shape = sizes(draw, draw(st.integers(2, 4)))
+    dim = draw(st.integers(0, len(shape) - 1))
+    magnitude = [size if place == dim else 1 for place, size in enumerate(shape)]
+    return randn(draw, *shape), randn(draw, *magnitude), dim
+
+
 def make_einsum(draw):
     equation = draw(st.sampled_from(["bij,bjk->bik", "bsd,hdk->bshk", "bshk,hkd->bsd", "ij->i", "i,j->ij", "ij,ij->"]))
     size = dict(zip("bijkshd", sizes(draw, 7), strict=True))
@@ -227,6 +234,7 @@ MAKE = {
     aten._log_softmax.default: make_along(False),
     aten.layer_norm.default: make_layer_norm,
     aten.rms_norm.default: make_norm,
+    aten._weight_norm.default: make_weight_norm,
     aten.batch_norm.default: make_batch_norm,
     aten.group_norm.default: make_group_norm,
     aten.max_pool1d.default: make_pool(1),

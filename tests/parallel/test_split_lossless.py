@@ -33,6 +33,16 @@ class Straight(torch.autograd.Function):
         return gradient
 
 
+class Applied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, gradient
+
+
 class Changed(nn.Module):
     def __init__(self, change: Change) -> None:
         super().__init__()
@@ -49,7 +59,7 @@ def _hooked(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 REFUSED: dict[str, tuple[Change, str]] = {
-    "autograd function": (lambda m, x: Straight.apply(x), "Straight"),
+    "autograd function with an object": (lambda m, x: Applied.apply(m.last, x), "called with a Linear"),
     "hook": (_hooked, "tensor hook"),
     "reentrant checkpoint": (
         lambda m, x: torch.utils.checkpoint.checkpoint(F.relu, x, use_reentrant=True),

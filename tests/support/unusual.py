@@ -283,7 +283,117 @@ class Narrowed(nn.Module):
         return self.last(torch.relu(self.first(x)) + self.table)
 
 
+class Depth(nn.Module):
+    """Stochastic depth, in the forms of transformers and of torchvision."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(6, 32), nn.Linear(32, 32), nn.Linear(32, 3)
+
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        kept = torch.floor(0.7 + torch.rand((x.shape[0], 1), dtype=x.dtype, device=x.device))
+        x = x + torch.tanh(self.middle(x)) / 0.7 * kept
+        x = x + 0.1 * torch.relu(self.middle(x)) * torch.empty(x.shape[0], 1, dtype=x.dtype).bernoulli_(0.5)
+        return self.last(x)
+
+
+class Noisy(nn.Module):
+    """A mask of random features and noise, drawn inside of a block that activation checkpointing computes again."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([NoisyBlock(), NoisyBlock()])
+        self.first, self.last = nn.Linear(6, 32), nn.Linear(32, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+class NoisyBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x):
+        order = torch.rand(x.shape[0], 32, dtype=x.dtype, device=x.device).argsort(1)
+        x = torch.where(order < 8, 0.0, x) + 0.1 * torch.randn_like(x)
+        return x + torch.tanh(self.linear(x))
+
+
+def noisy_classes(model, batch):
+    """The loss draws too, outside of every module."""
+    inputs, labels = batch
+    scores = model(inputs + 0.1 * torch.randn(inputs.shape, dtype=inputs.dtype))
+    return F.cross_entropy(scores, labels, reduction="sum"), len(labels)
+
+
+class Leaky(torch.autograd.Function):
+    """A backward pass that no operation says; a number beside the tensors, and two results."""
+
+    @staticmethod
+    def forward(ctx, x, slope):
+        ctx.save_for_backward(x)
+        ctx.slope = slope
+        return x.clamp_min(0), x.tanh()
+
+    @staticmethod
+    def backward(ctx, positive, bent):
+        (x,) = ctx.saved_tensors
+        return torch.where(x > 0, positive, ctx.slope * positive) + 0.5 * bent, None
+
+
+class OwnBackward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(6, 64), nn.Linear(64, 64), nn.Linear(64, 3)
+
+    def forward(self, x):
+        positive, bent = Leaky.apply(self.first(x), 0.3)
+        return self.last(torch.relu(self.middle(positive)) + bent)
+
+
+class Heard(nn.Module):
+    """Labels aligned with time, by the CTC loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Embedding(50, 64), nn.Linear(64, 12)
+
+    def forward(self, ids):
+        return self.last(torch.tanh(self.first(ids)))
+
+
+def aligned_labels(model, ids):
+    scores = F.log_softmax(model(ids), -1).transpose(0, 1)
+    samples = len(ids)
+    lengths = torch.full((samples,), ids.shape[1]), torch.full((samples,), 2)
+    return F.ctc_loss(scores, ids[:, :2] % 11 + 1, *lengths, reduction="sum"), samples
+
+
+class Normalized(nn.Module):
+    """Weights of a length and a direction, and one with a mask."""
+
+    def __init__(self):
+        super().__init__()
+        norm = nn.utils.parametrizations.weight_norm
+        self.first, self.middle, self.last = norm(nn.Linear(6, 64)), nn.Linear(64, 64), norm(nn.Linear(64, 3), dim=1)
+        self.register_buffer("mask", (torch.arange(64 * 64).reshape(64, 64) % 3 > 0).float())
+
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        return self.last(torch.relu(F.linear(x, self.middle.weight * self.mask, self.middle.bias)))
+
+
 UNUSUAL = {
+    "ownbackward": lambda: remembers(model=OwnBackward),
+    "ctc": lambda: ids_job(Heard, aligned_labels),
+    "normalized": lambda: remembers(model=Normalized),
+    "depth": lambda: remembers(model=Depth),
+    "noisy": lambda: remembers(model=Noisy, loss=noisy_classes),
     "mixture": lambda: ids_job(Mixture, same_word),
     "narrowed": lambda: remembers(model=Narrowed),
     "infmask": lambda: ids_job(InfMask, same_word),

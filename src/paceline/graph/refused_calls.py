@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import torch
+from torch.utils.checkpoint import CheckpointFunction
 
+from paceline.graph.own_code import ctc_on_fakes, kept_call
 from paceline.graph.writes import user_line
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.patching import patched
@@ -24,37 +27,38 @@ def effects_as_written(states: Mapping[str, torch.Tensor]) -> Iterator[None]:
         states: the parameters and buffers that it is traced with.
 
     Raises:
-        WorkloadError: gradients are written by hand, a parameter is frozen on the way, torch is seeded, or a tensor
+        WorkloadError: gradients are changed by hand, a parameter is frozen on the way, torch is seeded, or a tensor
             is given other memory.
     """
     with ExitStack() as stack:
-        for replacement in (_gradients(), _frozen(states), _seeds(), _data(), _inference()):
+        for replacement in (_gradients(), _lengths(), _frozen(states), _seeds(), _data(), _inference()):
             stack.enter_context(replacement)
         yield
 
 
 @contextmanager
 def _gradients() -> Iterator[None]:
-    """Refuse gradients that do not follow from the operations: custom functions, hooks, calls of autograd."""
+    """Keep calls of the person's autograd functions, and refuse other gradients that no operation says."""
     # The graph holds forward operations; autograd differentiates these anew. A backward pass that the person wrote
-    # would not run.
+    # runs where the call is kept as it is.
     apply = vars(torch.autograd.Function)["apply"]
 
-    def refuse(what: str, name: str) -> NoReturn:
+    def refuse(what: str, name: str, fix: str) -> NoReturn:
         raise WorkloadError(
-            "to be split, the model's gradients should follow from its operations",
-            f"{what} {name} changes them",
-            "write it with torch operations, use checkpoint(..., use_reentrant=False) if that is what it is, or "
-            + OWN_CODE,
+            "to be split, the model's gradients should follow from its operations", f"{what} {name} changes them", fix
         )
 
-    def checked(cls: Any, *arguments: Any, **named: Any) -> Any:
+    def kept(cls: Any, *arguments: Any, **named: Any) -> Any:
         if cls.__name__ == "_NoopSaveInputs":  # of non-reentrant checkpoint: passes no gradient
             return apply.__func__(cls, *arguments, **named)
-        refuse("the autograd function", f"{cls.__module__}.{cls.__qualname__}")
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        if cls is CheckpointFunction:
+            refuse("the autograd function", name, "use checkpoint(..., use_reentrant=False), or " + OWN_CODE)
+        return kept_call(functools.partial(apply.__func__, cls), f"the autograd function {name}", arguments, named)
 
     def hooked(tensor: torch.Tensor, function: Any) -> Any:
-        refuse("the tensor hook", getattr(function, "__qualname__", repr(function)))
+        name = getattr(function, "__qualname__", repr(function))
+        refuse("the tensor hook", name, "write it as an autograd function, or " + OWN_CODE)
 
     def differentiated(*arguments: Any, **named: Any) -> NoReturn:
         raise WorkloadError(
@@ -65,9 +69,23 @@ def _gradients() -> Iterator[None]:
 
     with (
         patched(torch.autograd, grad=differentiated, backward=differentiated),
-        patched(torch.autograd.Function, apply=classmethod(checked)),
+        patched(torch.autograd.Function, apply=classmethod(kept)),
         patched(torch.Tensor, register_hook=hooked),
     ):
+        yield
+
+
+@contextmanager
+def _lengths() -> Iterator[None]:
+    """Keep calls of the CTC loss, which reads lengths: it is no operation of shapes alone."""
+    original = torch.nn.functional.ctc_loss
+
+    def kept(*arguments: Any, **named: Any) -> Any:
+        if "log_probs" in named:
+            arguments = (named.pop("log_probs"), *arguments)
+        return kept_call(original, "ctc_loss", arguments, named, ctc_on_fakes)
+
+    with patched(torch.nn.functional, ctc_loss=kept):
         yield
 
 

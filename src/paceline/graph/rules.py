@@ -242,6 +242,17 @@ def _norm(node: fx.Node) -> Spec:
     return Spec((labels, *weights), labels)
 
 
+def _weight_norm(node: fx.Node) -> Spec | None:
+    inputs = tensor_inputs(node)
+    shape = shape_of(inputs[0])
+    dim = int(argument(node, 2, "dim", 0))
+    if len(shape_of(inputs[1])) != len(shape) or not 0 <= dim < len(shape):
+        return None  # one norm of all of it
+    labels: list[str | None] = [None] * len(shape)
+    labels[dim] = "o"  # the direction's other dimensions meet in its norm
+    return Spec((tuple(labels), tuple(labels)), tuple(labels))
+
+
 def _batch_norm(node: fx.Node) -> Spec:
     inputs = tensor_inputs(node)
     spatial = unlabelled(len(shape_of(inputs[0])) - 2)
@@ -324,6 +335,7 @@ _RULES: dict[Any, Callable[[fx.Node], Spec | None]] = {
     aten._log_softmax.default: _softmax,
     aten.layer_norm.default: _norm,
     aten.rms_norm.default: _norm,
+    aten._weight_norm.default: _weight_norm,
     aten.batch_norm.default: _batch_norm,
     aten.max_pool1d.default: _pool,
     aten.max_pool2d.default: _pool,

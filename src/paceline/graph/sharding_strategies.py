@@ -89,7 +89,7 @@ def choices(
     yield from _vocabulary_choices(node, placements, fixed, options, work)
     spec = spec_of(node)
     if spec is not None and len(spec.inputs) == len(inputs):
-        for label, blocks in _candidates(inputs, placements, spec, options):
+        for label, blocks in _candidates(node, placements, spec, options):
             yield from _split_along(node, spec, label, blocks, options, work)
 
 
@@ -117,6 +117,12 @@ def _is_weight_of_a_product(node: fx.Node) -> bool:
         if spec is not None and spec.heavy:
             return True
     return False
+
+
+def _makes_a_weight(node: fx.Node, inputs: Sequence[fx.Node], options: Options) -> bool:
+    """True if a node makes a product's weight of parameters alone, as weight normalization or a mask does."""
+    are_parameters = all(_parameter_behind(source, options) is not None for source in inputs)
+    return are_parameters and _is_weight_of_a_product(node)
 
 
 def _splits_of(shape: tuple[int, ...], options: Options) -> Iterator[Split]:
@@ -202,9 +208,11 @@ def size_bytes(node: fx.Node) -> float:
 
 
 def _candidates(
-    inputs: Sequence[fx.Node], placements: Sequence[Placement], spec: Spec, options: Options
+    node: fx.Node, placements: Sequence[Placement], spec: Spec, options: Options
 ) -> list[tuple[str, tuple[int, ...]]]:
     """Return labels and blocks worth trying: those that an input is split by already, and those of new weights."""
+    inputs = tensor_inputs(node)
+    makes_weight = _makes_a_weight(node, inputs, options)
     candidates: dict[tuple[str, tuple[int, ...]], None] = {}  # a set that keeps the order
     for source, placement, labels in zip(inputs, placements, spec.inputs, strict=True):
         if placement is not None:
@@ -212,7 +220,8 @@ def _candidates(
             if split_label is not None:
                 candidates[split_label, placement.blocks] = None
         # Other operations follow the placement of their inputs; only these may begin one.
-        can_lead = spec.heavy or "e" in labels  # a matrix product's weight or an embedding's table
+        # A matrix product's weight, what it is made of, or an embedding's table.
+        can_lead = spec.heavy or "e" in labels or makes_weight
         if can_lead and source in options.parameters and len(labels) > 1:
             for label, size in zip(labels, shape_of(source), strict=True):
                 if label is not None and size >= options.num_ranks:

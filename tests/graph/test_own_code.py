@@ -1,0 +1,154 @@
+"""Calls that a graph keeps as they are: their own backward pass runs, and what they must not do is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+from paceline.graph.capture import capture
+from paceline.nouns.errors import WorkloadError
+
+from support.unusual import Leaky
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    def __init__(self, change):
+        super().__init__()
+        self.first, self.change = nn.Linear(4, 4), change
+
+    def forward(self, x):
+        return self.change(self, self.first(x))
+
+
+def summed(model, batch):
+    return model(batch).pow(2).sum(), len(batch)
+
+
+def captured_of(change, loss=summed, batch=None):
+    torch.manual_seed(0)
+    model = Net(change).double()
+    batch = torch.randn(3, 4, dtype=torch.float64) if batch is None else batch
+    return model, batch, capture(model, loss, batch, CPU)
+
+
+def gradients_by_graph(model, batch, captured):
+    states = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    values = {node: states[name] for name, node in captured.states.items()}
+    values.update({node: batch for node in captured.inputs})
+    run = fx.GraphModule(captured.constants, captured.graph)
+    results = run(*(values[node] for node in captured.graph.nodes if node.op == "placeholder"))
+    return torch.autograd.grad(results[0], list(model.parameters()))
+
+
+def both_backwards(model, x):
+    positive, bent = Leaky.apply(x, 0.3)
+    return positive + bent
+
+
+class Scaled(torch.autograd.Function):
+    """A tensor in a list, one by keyword place, and a dtype; the gradient is not that of its operations."""
+
+    @staticmethod
+    def forward(ctx, tensors, factor, dtype):
+        return tensors[0].to(dtype) * factor
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, gradient.sum(), None
+
+
+KEPT = {
+    "two results and a number": both_backwards,
+    "twice": lambda model, x: both_backwards(model, both_backwards(model, x)),
+    "under no_grad": lambda model, x: x * Leaky.apply(x.detach(), 0.5)[0],
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_its_own_backward_pass_runs(name):
+    model, batch, captured = captured_of(KEPT[name])
+    expected = torch.autograd.grad(summed(model, batch)[0], list(model.parameters()))
+    for one, other in zip(gradients_by_graph(model, batch, captured), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    assert any("Leaky" in str(node.target) for node in captured.graph.nodes)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
+def test_the_ctc_loss_is_one_call(reduction):
+    lengths = torch.full((3,), 6), torch.tensor([2, 1, 2])
+    labels = torch.tensor([[1, 2], [3, 0], [2, 2]])
+
+    def loss(model, batch):
+        scores = F.log_softmax(model(batch), -1).transpose(0, 1)
+        return F.ctc_loss(scores, labels, *lengths, reduction=reduction).sum(), len(batch)
+
+    batch = torch.randn(3, 6, 4, dtype=torch.float64)
+    model, batch, captured = captured_of(lambda model, x: x, loss, batch)
+    expected = torch.autograd.grad(loss(model, batch)[0], list(model.parameters()))
+    for one, other in zip(gradients_by_graph(model, batch, captured), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+def reads_more(model, x):
+    class Reads(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x @ model.first.weight
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient
+
+    return Reads.apply(x)
+
+
+class Writes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+class Counts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1, 3
+
+    @staticmethod
+    def backward(ctx, gradient, count):
+        return gradient
+
+
+class Branches(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2 if x.sum() > 0 else x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+REFUSED = {
+    "a tensor of the model's": (reads_more, "uses a tensor that is none of its arguments"),
+    "a write": (lambda model, x: Writes.apply(x), "writes into one of its arguments"),
+    "a number": (lambda model, x: Counts.apply(x)[0], "returns something else than tensors"),
+    "a function": (lambda model, x: Scaled.apply([x], len, torch.float64), "called with a builtin_function"),
+    "a path by values": (lambda model, x: Branches.apply(x), "looks at values"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_call_must_not_do_is_refused(name):
+    change, said = REFUSED[name]
+    with pytest.raises(WorkloadError, match=said) as error:
+        captured_of(change)
+    assert "replicate or shard" in str(error.value)
