@@ -169,3 +169,14 @@ def test_pieces_of_experts_make_the_whole():
         gate, up = grouped_mm_of_pieces(rows, first.transpose(1, 2), ends()).chunk(2, -1)
         parts.append(grouped_mm_of_pieces(F.silu(gate) * up, second.transpose(1, 2), ends()))
     torch.testing.assert_close(sum(parts), model(rows).detach())
+
+
+@pytest.mark.parametrize("model", [Experts, Transposed])
+def test_another_graph_of_the_model_keeps_its_placements(model):
+    captured, layout = laid_out(model())
+    again = choose_layout(captured, 2, layout.placements)
+    assert again.placements == layout.placements
+    assert again.choices == layout.choices
+    whole = choose_layout(captured, 2, dict.fromkeys(layout.placements))
+    assert set(whole.placements.values()) == {None}
+    assert not any(choice.is_split for choice in whole.choices.values())

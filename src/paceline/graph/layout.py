@@ -101,18 +101,19 @@ def choose_layout(
     """
     options = options_of(captured, num_ranks, is_sequence_split)
     last_use = _last_uses(captured.graph)
-    start: State = {}
     decided = decided or {}
+    # Beside the layouts, not in them: what is the same for all must not be compared at every node.
+    known: State = {}
     for name, placement in decided.items():
         if name in captured.states:
-            start[captured.states[name]] = _WHOLE if placement is None else placement
+            known[captured.states[name]] = _WHOLE if placement is None else placement
     # One walk in the graph's order; `layouts` are the ways to run everything up to the current node.
-    layouts = [_PartialLayout(0.0, start, frozenset(), None, None, None, {})]
+    layouts = [_PartialLayout(0.0, {}, frozenset(), None, None, None, {})]
     for index, node in enumerate(captured.graph.nodes):
         if node.op == "call_function":
-            layouts = _step(layouts, node, index, options, last_use)
+            layouts = _step(layouts, node, index, options, last_use, known)
         elif node.op == "output":
-            layouts = [_finish(layout, node, options) for layout in layouts]  # results are gathered
+            layouts = [_finish(layout, node, options, known) for layout in layouts]  # results are gathered
     cheapest = min(layouts, key=lambda layout: layout.cost)
     return _read_back(cheapest, captured, decided)
 
@@ -127,7 +128,12 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def _step(
-    layouts: list[_PartialLayout], node: fx.Node, index: int, options: Options, last_use: dict[fx.Node, int]
+    layouts: list[_PartialLayout],
+    node: fx.Node,
+    index: int,
+    options: Options,
+    last_use: dict[fx.Node, int],
+    known: State,
 ) -> list[_PartialLayout]:
     """Extend every partial layout by every choice at `node`; return the cheapest of each frontier."""
     if node.target is operator.getitem:
@@ -140,8 +146,8 @@ def _step(
     # Most layouts have this node's inputs lying the same way: what can be done there is asked once for each way.
     possible: dict[Any, list[Choice]] = {}
     for layout in layouts:
-        placements = [_placement_of(layout.placements, source) for source in inputs]
-        fixed = [_is_decided(source, layout, options) for source in inputs]
+        placements = [_placement_of(layout.placements, known, source) for source in inputs]
+        fixed = [source in known or _is_decided(source, layout, options) for source in inputs]
         way = (*placements, *fixed)
         if way not in possible:
             possible[way] = [
@@ -284,8 +290,8 @@ def _is_narrower(source: fx.Node, options: Options) -> bool:
     return value.dtype.itemsize < options.widest
 
 
-def _placement_of(placements: State, node: fx.Node) -> Any:
-    placement = placements.get(node)
+def _placement_of(placements: State, known: State, node: fx.Node) -> Any:
+    placement = placements.get(node, known.get(node))
     return None if placement == _WHOLE else placement
 
 
@@ -304,11 +310,11 @@ def _pick(layout: _PartialLayout, node: fx.Node, last_use: dict[fx.Node, int], i
     return _PartialLayout(layout.cost, live, layout.paid, layout, Choice((), placement, False, 0.0), node, {})
 
 
-def _finish(layout: _PartialLayout, output: fx.Node, options: Options) -> _PartialLayout:
+def _finish(layout: _PartialLayout, output: fx.Node, options: Options, known: State) -> _PartialLayout:
     """Return the layout with the graph's outputs gathered: they must be whole."""
     cost = layout.cost
     for source in tensor_inputs(output):
-        placement = _placement_of(layout.placements, source)
+        placement = _placement_of(layout.placements, known, source)
         if placement is not None:
             cost += conversion_cost(source, placement, None, False, source in options.with_gradient)
     return _PartialLayout(cost, layout.placements, layout.paid, layout, None, None, {})
