@@ -18,6 +18,8 @@ from paceline.parallel.model_adapter import EagerAdapter
 from paceline.train.additive import check_loss_adds_up
 from paceline.train.data import RankLoader, open_data
 
+from support.unusual import Mixture
+
 WORDS, LENGTH, WIDTH = 23, 6, 8
 
 
@@ -298,7 +300,15 @@ def try_out(model, loss, notices=None, ranks=2, **parts):
         assert torch.get_default_dtype() == torch.float32
 
 
+def balanced(model, batch, share=1e-3):
+    """Experts that are grouped products, which torch has not in float64, and a small auxiliary loss."""
+    loss_sum, weight = cross_entropy(model, batch)
+    chances = model.router(model.words(batch["ids"])).softmax(-1).flatten(0, -2)
+    return loss_sum + share * weight * chances.mean(0).square().sum(), weight
+
+
 ADDITIVE = {
+    "grouped experts": (Mixture, cross_entropy),
     "cross entropy": (Net, cross_entropy),
     "without dropout": (lambda: Net(drop=0.0), cross_entropy),
     "batch norm": (lambda: Net(norm=True), cross_entropy),
@@ -316,6 +326,7 @@ ADDITIVE = {
     "draws of distributions": (Net, by_distributions),
 }
 COUPLED = {
+    "grouped experts with a small auxiliary loss": (Mixture, balanced, "together it is"),
     "a mean": (Net, plain_mean, "its weight is 1, for 2 and 3 of them 1 + 1"),
     "mean of the labels that count": (Net, mean_of_not_ignored, "together it is"),
     "weight of the whole batch": (Net, constant_weight, "its weight is 48, for 2 and 3 of them 48 + 48"),

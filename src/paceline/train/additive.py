@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from paceline.comm.batch_norm import SharedForward
+from paceline.graph.grouped_mm import grouped_products_in_float64
 from paceline.nouns.errors import LossError, PacelineError
 from paceline.nouns.workload import Workload
 from paceline.parallel.micro_batches import checked_loss
@@ -436,7 +437,7 @@ def _evaluate_all(make: _CopyFactory, loss: Loss, batches: Sequence[Any], seed: 
         _seed_own_generators(model, seed)
     state = ModuleState(model)
     results = []
-    with _default_dtype(make.mode.dtype):
+    with _default_dtype(make.mode.dtype), grouped_products_in_float64():
         for batch in batches:
             state.put_back()  # each batch begins with the same buffers and the same random numbers
             seed_sample(seed)

@@ -108,7 +108,8 @@ class Assembly:
         if pieces != self.loader.pieces_wanted:
             self.loader = dataclasses.replace(self.loader, pieces_wanted=pieces)
             self.cut_notice = (
-                f"the loss is no sum over samples at {placed.couples_samples}: the pipeline does not cut batches"
+                f"as far as the graph shows, samples meet at {placed.couples_samples}: the pipeline cuts no batch; "
+                "with the plan's option micro_batches=N it does, if a trial finds that the loss adds up over samples"
             )
         return placed
 
