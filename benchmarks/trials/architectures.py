@@ -27,6 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from console import Progress, table
+from small_families import FAMILIES
 
 PLANS = ("tensor=2", "pipeline=2", "replicate=2,tensor=2")
 LIMIT_S = 600.0  # of one command
@@ -94,11 +95,11 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="keep the cells there, one by one; a second run goes on"
     )
+    parser.add_argument("--families", action="store_true", help="those of small_families.py, in place of transformers'")
     arguments = parser.parse_args(words)
-    names = arguments.names or _every_name()
-    if arguments.names is None:
-        random.Random(arguments.seed).shuffle(names)
-    built, left_out = _built(names, len(names) if arguments.names else arguments.count)
+    if arguments.families and arguments.names:
+        parser.error("--families with --names: choose one")
+    built, left_out = _chosen(arguments)
     kept = _read(arguments.json)
     missing = [
         (name, model, plan) for plan in arguments.plans for name, model in built.items() if (name, plan) not in kept
@@ -113,6 +114,18 @@ def main(words: Sequence[str] | None = None) -> int:
     cells = [kept[name, plan] for name in built for plan in arguments.plans]
     print(report(cells, left_out))
     return int(any(cell.outcome == WRONG for cell in cells))
+
+
+def _chosen(arguments: argparse.Namespace) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the classes of the models that are verified, and why others are left out, by name."""
+    if arguments.families or arguments.names:
+        families = {name: name for name in arguments.names or FAMILIES if name in FAMILIES}
+        others = [name for name in arguments.names or () if name not in FAMILIES]
+        built, left_out = _built(others, len(others)) if others else ({}, {})
+        return {**families, **built}, left_out
+    names = _every_name()
+    random.Random(arguments.seed).shuffle(names)
+    return _built(names, arguments.count)
 
 
 def report(cells: Sequence[Cell], left_out: dict[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""A workload of one architecture of transformers, built small from its configuration alone.
+"""A workload of one architecture of transformers, built small from its configuration alone, or of a family.
 
     paceline verify --plan tensor=2 benchmarks/trials/small_architecture.py -- mixtral
 
@@ -15,14 +15,19 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AutoConfig
 from transformers.models.auto import modeling_auto
 
 import paceline
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small_families import FAMILIES
 
 logging.disable(logging.WARNING)
 warnings.filterwarnings("ignore")
@@ -226,22 +231,32 @@ def _tried(kind: str, factory: Callable[[], torch.nn.Module], name: str) -> dict
 class Repeated(torch.utils.data.Dataset):
     """A batch, over and over."""
 
-    def __init__(self, batch: dict[str, torch.Tensor]) -> None:
+    def __init__(self, batch: Any) -> None:
         self.batch = batch
+        self.samples = len(tree_leaves(batch)[0])
 
     def __len__(self) -> int:
-        return 4 * BATCH
+        return 4 * self.samples
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {name: values[index % BATCH] for name, values in self.batch.items()}
+    def __getitem__(self, index: int) -> Any:
+        return tree_map(lambda values: values[index % self.samples], self.batch)
+
+
+def workload_of(name: str) -> paceline.Workload:
+    """Return the workload of a family or an architecture."""
+    if name in FAMILIES:
+        factory, of_family, batch = FAMILIES[name]
+    else:
+        of_family = loss
+        _, factory, batch = build(name)
+    return paceline.Workload(
+        model=factory,
+        loss=of_family,
+        data=Repeated(batch),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-3),
+        batch_size=len(tree_leaves(batch)[0]),
+    )
 
 
 if len(sys.argv) > 1 and __name__ != "small_architecture":
-    _, _factory, _inputs = build(sys.argv[1])
-    workload = paceline.Workload(
-        model=_factory,
-        loss=loss,
-        data=Repeated(_inputs),
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-3),
-        batch_size=BATCH,
-    )
+    workload = workload_of(sys.argv[1])
