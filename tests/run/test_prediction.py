@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 
 import pytest
 
 from paceline.nouns.device import peak_flops
-from paceline.run.prediction import FOLDER, Prediction, Rate, rates, read_predictions
+from paceline.run.prediction import FOLDER, Prediction, Rate, rates, read_predictions, write_prediction
 from paceline.run.summary import read_run
 from paceline.run.times import RankSplit
 from paceline.train.memory_file import RankMemory, read_memory
@@ -59,6 +60,21 @@ def test_the_dashboard_has_both(predicted):
         assert "a step, predicted: calls" in server.ask("/run/a/plan").text
 
 
+def test_the_plan_page_says_why_weights_are_split(tmp_path):
+    folder = make_run(tmp_path, "a", plan="tensor=2")
+    line = {
+        "name": "<b>first</b>.weight",
+        "shape": [64, 32],
+        "placement": "dim 0 in 2",
+        "why": "columns: nothing is sent",
+    }
+    write_prediction(folder, dataclasses.replace(a_prediction(), plan="tensor=2", layout=[line]))
+    with dashboard(tmp_path) as server:
+        text = server.ask("/run/a/plan").text
+    assert "<td>64x32</td><td>dim 0 in 2</td><td>columns: nothing is sent</td>" in text
+    assert "&lt;b&gt;first&lt;/b&gt;.weight" in text
+
+
 def test_without_a_prediction_pages_say_how_to_make_one(tmp_path):
     make_run(tmp_path, "a")
     with dashboard(tmp_path) as server:
@@ -70,7 +86,7 @@ def test_a_prediction_of_another_plan_is_left_out(tmp_path):
     (folder / FOLDER).mkdir()
     whole = {
         "version": 1, "rank": 0, "plan": "replicate=2", "device": "cpu", "precision": "float32", "flops": 1, "peak": 2,
-        "phase": "forward", "between": {}, "at_peak": {}, "traffic": [], "more": "of a later version",
+        "phase": "forward", "between": {}, "at_peak": {}, "traffic": [], "layout": [], "more": "of a later version",
     }  # fmt: skip
     contents = [whole, {**whole, "plan": "shard=2", "rank": 1}, {**whole, "version": 2}, {**whole, "flops": -1}, []]
     for number, content in enumerate(contents):

@@ -14,14 +14,17 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from paceline.cli.plan_flags import OWN_ARGUMENTS, RUNS, add_plan_arguments, plan_request, print_notice
 from paceline.cli.plan_memory import notices_of
+from paceline.launch.describe_workload import describe_workload
 from paceline.launch.plan_choice import choose_plan
 from paceline.launch.profile_workload import ProfileRequest, profile_workload
 from paceline.launch.workload_file import read_workload_file
 from paceline.nouns.device import Device
 from paceline.nouns.errors import UsageError, WorkloadError
+from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.profile import Profile
 from paceline.nouns.table import aligned
@@ -76,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         _write(profile, arguments.output)
     if of_run is not None:
-        path = write_prediction(of_run.folder, predict(profile))
+        path = write_prediction(of_run.folder, predict(profile, _layout(plan, [str(file.path), *own_arguments])))
         print(f"paceline profile: kept in {path}", file=sys.stderr)
     memory = memory_of(profile, device.capacity(communicators(plan)))
     if arguments.json:
@@ -106,6 +109,14 @@ def _run_of(arguments: argparse.Namespace) -> Run:
         found = f"the run has the arguments {' '.join(run.script[1:]) or '(none)'}"
         raise UsageError(f"the arguments {' '.join(arguments.arguments)}", found, "leave them out: the run's are taken")
     return run
+
+
+def _layout(plan: Plan, command_line: list[str]) -> list[dict[str, Any]]:
+    """Return how `tensor` splits each weight, and why; nothing under other plans."""
+    if Mesh.parse(plan.mesh).size("tensor") == 1:
+        return []
+    layout: list[dict[str, Any]] = describe_workload(plan, command_line)["split"]["layout"]
+    return layout
 
 
 def _device_of(run: Run | None, rank: int) -> str:

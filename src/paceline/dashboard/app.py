@@ -175,10 +175,11 @@ class Dashboard:
         index = self._index(folder)
         index.read_on(_READ_S)
         ledger = run_facts.ledger(index.events("end", 0, 1))
-        predicted = run_facts.predicted_traffic(read_predictions(folder, run.plan))
+        predictions = read_predictions(folder, run.plan)
         return self._page(
-            request, "plan.html", run=run, tab="plan", axes=axes, settings=settings, ledger=ledger, predicted=predicted
-        )
+            request, "plan.html", run=run, tab="plan", axes=axes, settings=settings, ledger=ledger,
+            predicted=run_facts.predicted_traffic(predictions), layout=run_facts.layout(predictions),
+        )  # fmt: skip
 
     def memory(self, request: Request) -> Response:
         """Show what each rank's memory holds."""

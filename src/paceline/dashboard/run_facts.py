@@ -201,6 +201,11 @@ def ledger(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return []
 
 
+def layout(predictions: Sequence[Prediction]) -> Sequence[Mapping[str, Any]]:
+    """Return how each weight is split under `tensor` and why, as the first prediction that knows says."""
+    return next((each.layout for each in predictions if each.layout), ())
+
+
 def predicted_traffic(predictions: Sequence[Prediction]) -> dict[tuple[str, str], Mapping[str, Any]]:
     """Return what rank 0 is predicted to send in a step, by collective and axis."""
     rows = next((each.traffic for each in predictions if each.rank == 0), ())

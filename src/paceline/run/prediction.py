@@ -26,6 +26,7 @@ _FORM = {
     "version": COUNT, "rank": COUNT, "plan": str, "device": str, "precision": str, "flops": _AMOUNT, "peak": COUNT,
     "phase": str, "between": {str: COUNT}, "at_peak": {str: COUNT},
     "traffic": [{"collective": str, "axis": str, "calls": COUNT, "bytes": COUNT}],
+    "layout": [{"name": str, "shape": [COUNT], "placement": str, "why": str}],
 }  # fmt: skip
 
 
@@ -44,6 +45,7 @@ class Prediction:
         between: bytes by kind that live when a step begins.
         at_peak: bytes by kind at the peak.
         traffic: of a step: collective, axis, calls, bytes.
+        layout: under `tensor` how each weight is split and why: name, shape, placement, why; else empty.
     """
 
     rank: int
@@ -56,6 +58,7 @@ class Prediction:
     between: Mapping[str, int]
     at_peak: Mapping[str, int]
     traffic: Sequence[Mapping[str, Any]]
+    layout: Sequence[Mapping[str, Any]] = ()
 
     @property
     def held(self) -> dict[str, int]:
@@ -95,13 +98,13 @@ class Rate:
         return f"{_flops_per_s(self.flops_per_s)}{mfu}{f' of {self.device}' if mfu else ''}"
 
 
-def predict(profile: Profile) -> Prediction:
-    """Return what a profile predicts."""
+def predict(profile: Profile, layout: Sequence[Mapping[str, Any]] = ()) -> Prediction:
+    """Return what a profile predicts, with the layout of the split model."""
     memory = memory_of(profile)
     rows = [{name: row[name] for name in ("collective", "axis", "calls", "bytes")} for row in profile.traffic]
     return Prediction(
         profile.rank, profile.plan, profile.device, profile.precision, profile.flops,
-        memory.peak, memory.phase, memory.between, memory.at_peak, rows,
+        memory.peak, memory.phase, memory.between, memory.at_peak, rows, layout,
     )  # fmt: skip
 
 
