@@ -12,9 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.graph.capture import capture
 from paceline.graph.explain import explain
-from paceline.graph.grouped_mm import grouped_mm_of_pieces, grouped_products_in_float64, register_fake
+from paceline.graph.grouped_mm import grouped_mm_of_pieces, register_fake
 from paceline.graph.layout import choose_layout
 from paceline.graph.placement import Split
+from paceline.train.grouped_float64 import grouped_products_in_float64
 
 from support.operations import piece
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import fx
 
 from paceline.graph import rules
-from paceline.graph.grouped_mm import grouped_products_in_float64
 from paceline.graph.placement import Split
 from paceline.graph.rules import spec_of, tensor_inputs
 from paceline.graph.sharding_strategies import Options, choices
+from paceline.train.grouped_float64 import grouped_products_in_float64
 
 from support.operations import blocks_of, node_of, piece, randint, randn, shape_of_rank
 

@@ -1,17 +1,14 @@
-"""torch's products of groups of rows, each with a matrix of its own, where torch itself does not compute them.
+"""torch's products of groups of rows, each with a matrix of its own, on fake tensors of any dtype.
 
 Mixtures of experts are computed so: rows that are sorted by expert, and a weight of shape (experts, in, out). torch's
-own fake of `aten._grouped_mm` takes bf16 alone, while its kernels take float32 and fp16 too; its counter of operations
-doesn't know it; and no kernel takes float64, in which Paceline compares.
+own fake of `aten._grouped_mm` takes bf16 alone, while its kernels take float32 and fp16 too; and its counter of
+operations doesn't know it. `train/grouped_float64.py` has them in float64.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -72,38 +69,3 @@ def grouped_mm_of_pieces(rows: torch.Tensor, weight: torch.Tensor, ends: torch.T
         rows, weight = F.pad(rows, (0, inner)), F.pad(weight, (0, outer, 0, inner))
     product: torch.Tensor = aten._grouped_mm.default(rows, weight, ends, *rest)
     return product[..., : product.shape[-1] - outer] if outer else product
-
-
-@contextmanager
-def grouped_products_in_float64() -> Iterator[None]:
-    """Compute `torch.nn.functional.grouped_mm` of float64 tensors group by group, on CPUs; leave other dtypes alone."""
-    original = torch.library.get_kernel("aten::_grouped_mm", "CPU")
-
-    def kernel(keys: Any, left: torch.Tensor, right: torch.Tensor, *rest: Any) -> Any:
-        if left.dtype != torch.float64:
-            return original.call_boxed(keys, left, right, *rest)
-        ends = rest[0] if rest else None
-        return left @ right if ends is None else _grouped(left, right, ends.tolist())
-
-    library = torch.library.Library("aten", "IMPL")
-    try:
-        library.impl("_grouped_mm", kernel, "CPU", with_keyset=True, allow_override=True)
-        yield
-    finally:
-        library._destroy()
-
-
-def _grouped(left: torch.Tensor, right: torch.Tensor, ends: list[int]) -> torch.Tensor:
-    """Multiply group by group; what comes after the last group is zero, where the kernels leave what was there."""
-    parts = list(itertools.pairwise([0, *ends]))
-    if left.dim() == 2 and right.dim() == 2:
-        return torch.stack([left[:, begin:end] @ right[begin:end] for begin, end in parts])
-    if left.dim() == 2:
-        product = left.new_zeros(left.shape[0], right.shape[-1])
-        for number, (begin, end) in enumerate(parts):
-            product[begin:end] = left[begin:end] @ right[number]
-        return product
-    product = left.new_zeros(left.shape[1], right.shape[1])
-    for number, (begin, end) in enumerate(parts):
-        product[:, begin:end] = left[number] @ right[:, begin:end]
-    return product

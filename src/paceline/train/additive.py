@@ -31,7 +31,6 @@ import torch
 from torch import nn
 
 from paceline.comm.batch_norm import SharedForward
-from paceline.graph.grouped_mm import grouped_products_in_float64
 from paceline.nouns.errors import LossError, PacelineError
 from paceline.nouns.workload import Workload
 from paceline.parallel.micro_batches import checked_loss
@@ -39,6 +38,7 @@ from paceline.parallel.model_adapter import EagerAdapter, ModelAdapter
 from paceline.train.bystanders import Bystanders, ModuleState, ReachedError
 from paceline.train.compiler_import import defer_compiler_import
 from paceline.train.data import RankLoader, Trial, moved
+from paceline.train.grouped_float64 import grouped_products_in_float64
 from paceline.train.same_draws import SameDraws
 from paceline.train.seed import kept_random_state, seed_sample
 

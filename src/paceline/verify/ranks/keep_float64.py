@@ -18,8 +18,8 @@ import torch
 from torch.nn import functional as F
 
 import paceline
-from paceline.graph.grouped_mm import grouped_products_in_float64
 from paceline.nouns.patching import patched
+from paceline.train.grouped_float64 import grouped_products_in_float64
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = ("float", "half", "bfloat16")
