@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
+from paceline.checkpoint.manifest import list_checkpoints
 from paceline.comm import api
 from paceline.nouns.errors import CheckpointError, PacelineError, PlanError, UsageError, WorkloadError
 from paceline.nouns.plan import Plan
@@ -335,8 +336,8 @@ def of_run(monkeypatch, folder, **parts):
 
 def manifests(folder):
     found = {}
-    for path in sorted((folder / "checkpoints").glob("*/manifest.json")):
-        manifest = json.loads(path.read_text())
+    for path in list_checkpoints(folder / "checkpoints"):  # and none that is being written
+        manifest = json.loads((path / "manifest.json").read_text())
         found[manifest["step"]] = manifest["scheduler"]["last_epoch"]
     return found
 
