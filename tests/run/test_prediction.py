@@ -153,7 +153,9 @@ PEAKS = {
     "NVIDIA H100 80GB HBM3": (989, 66.9),
     "NVIDIA H100 PCIe": (756, 51),
     "NVIDIA H100 NVL": (835, 60),
+    "NVIDIA H800 PCIe": (756, 51),
     "NVIDIA H200": (989, 66.9),
+    "NVIDIA H200 NVL": (835, 60),
     "NVIDIA L40S": (362, 91.6),
     "NVIDIA L40": (181, 90.5),
     "NVIDIA L4": (121, 30.3),
@@ -170,6 +172,6 @@ def test_peaks_of_the_data_sheets(name):
     assert peak_flops(name, "float64") is None
 
 
-@pytest.mark.parametrize("name", ["", "NVIDIA GeForce RTX 4090", "NVIDIA A10G", "NVIDIA A4000", "NVIDIA T400"])
+@pytest.mark.parametrize("name", ["", "NVIDIA GeForce RTX 4090", "NVIDIA A10G", "Tesla V100S-PCIE-32GB", "NVIDIA A4000", "NVIDIA T400"])
 def test_other_names_have_none(name):
     assert peak_flops(name, "bf16") is None

@@ -28,8 +28,8 @@ _WITH_BF16 = re.compile(
 # Operations per second of dense matrix products in bf16 or fp16 with tensor cores, and in float32 without TF32, by the
 # vendors' data sheets. A name is looked for in this order.
 _PEAKS: tuple[tuple[str, float, float], ...] = (
-    (r"V100.*PCIE", 112e12, 14e12),
-    (r"V100", 125e12, 15.7e12),
+    (r"\bV100\b.*PCIE", 112e12, 14e12),
+    (r"\bV100\b", 125e12, 15.7e12),
     (r"\bT4\b", 65e12, 8.1e12),
     (r"\bA10\b", 125e12, 31.2e12),
     (r"\bA30\b", 165e12, 10.3e12),
@@ -38,8 +38,8 @@ _PEAKS: tuple[tuple[str, float, float], ...] = (
     (r"\bL4\b", 121e12, 30.3e12),
     (r"\bL40S\b", 362e12, 91.6e12),
     (r"\bL40\b", 181e12, 90.5e12),
-    (r"\bH100.*PCIE", 756e12, 51e12),
-    (r"\bH100.*NVL", 835e12, 60e12),
+    (r"\bH[18]00.*PCIE", 756e12, 51e12),
+    (r"\bH[12]00.*NVL", 835e12, 60e12),
     (r"\b(G?H[12]00|H800)\b", 989e12, 66.9e12),
     (r"\bMI250X\b", 383e12, 47.9e12),
     (r"\bMI300X\b", 1307e12, 163.4e12),
