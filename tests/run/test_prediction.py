@@ -172,6 +172,8 @@ def test_peaks_of_the_data_sheets(name):
     assert peak_flops(name, "float64") is None
 
 
-@pytest.mark.parametrize("name", ["", "NVIDIA GeForce RTX 4090", "NVIDIA A10G", "Tesla V100S-PCIE-32GB", "NVIDIA A4000", "NVIDIA T400"])
+@pytest.mark.parametrize(
+    "name", ["", "NVIDIA GeForce RTX 4090", "NVIDIA A10G", "Tesla V100S-PCIE-32GB", "NVIDIA A4000", "NVIDIA T400"]
+)
 def test_other_names_have_none(name):
     assert peak_flops(name, "bf16") is None
