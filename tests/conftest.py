@@ -28,20 +28,31 @@ LONGEST = (
     "verify/test_no_false_alarm.py",
     "parallel/test_tensor.py",
     "checkpoint/test_last_checkpoint.py",
+    "checkpoint/test_copies.py",
+    "bench/test_planner.py",
     "run/test_stalls.py",
+    "cli/test_as_rank.py",
     "parallel/test_replicate.py",
 )
 # Under `-m integration`. Of two neighbours one computes while the other mostly waits.
 LONGEST_OF_INTEGRATION = (
     "integration/test_server_jobs.py",
     "parallel/test_every_plan.py",
+    "examples/test_loops.py",
     "integration/test_launchers.py",
     "verify/test_mutants.py",
     "integration/test_servers_over_ssh.py",
     "integration/test_bench.py",
     "test_readme.py",
     "integration/test_odd_moments.py",
-    "checkpoint/test_any_mesh.py",
+    "run/test_injected_causes.py",
+    "examples/test_finetuning.py",
+    "integration/test_release.py",
+    "examples/test_distil.py",
+    "examples/test_gpt.py",
+    "profile/test_profile_loop.py",
+    "integration/test_installed.py",
+    "examples/test_embed.py",
 )
 LAST_OF_INTEGRATION = "server/test_protocol.py"  # its seeds take all cores
 
@@ -51,7 +62,7 @@ sys.dont_write_bytecode = False
 
 
 def pytest_collection_modifyitems(config, items):
-    is_integration = config.option.markexpr == "integration"
+    is_integration = config.option.markexpr.startswith("integration")
     longest = LONGEST_OF_INTEGRATION if is_integration else LONGEST
     lost = [name for name in (*longest, LAST_OF_INTEGRATION) if not (TESTS / name).is_file()]
     assert not lost, f"{__file__} gives an order to {lost}"

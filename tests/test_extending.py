@@ -145,7 +145,7 @@ def with_axis(tmp_path):
     table = "AXIS_TABLE = (\n"
     mesh.write_text(mesh.read_text().replace(table, f"{table}{EXAMPLES['a row of AXIS_TABLE'].rstrip()},\n"))
     apply = package / "parallel" / "apply.py"
-    before = "        self.replicate.reduce_gradients()\n"
+    before = "            one.reduce_gradients()\n"
     assert before in apply.read_text()
     text = apply.read_text().replace(before, before + EXAMPLES["a line of Parallel.reduce_gradients"])
     first = "from paceline.parallel.peer_values import PeerValues\n"

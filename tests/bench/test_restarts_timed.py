@@ -48,7 +48,7 @@ def test_no_round_is_refused(tmp_path, capsys):
     assert "--steps is for bench jobs" in capsys.readouterr().err
 
 
-@pytest.mark.integration
+@pytest.mark.complete
 def test_one_round_prints_one_object(tmp_path):
     done = paceline(tmp_path, "bench", "restart", "--rounds", "1", "--json", timeout=400)
     assert done.code == 0, done.err

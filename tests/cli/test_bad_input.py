@@ -41,7 +41,7 @@ BEFORE_ANY_PROCESS = {
     "ranks not a number": ((), ["-n", "two", "tiny.py"], "invalid int value"),
     "unknown flag": ((), ["--plann", "dp=2", "tiny.py"], "did you mean '--plan'"),
     "unknown axis": ((), ["--plan", "replicat=2", "tiny.py"], "did you mean 'replicate'"),
-    "axis of another tool": ((), ["--plan", "zero3=2", "tiny.py"], "the axes are pipeline, replicate, shard, tensor"),
+    "axis of another tool": ((), ["--plan", "zero3=2", "tiny.py"], "the axes are pipeline, replicate, shard, expert, context, tensor"),
     "axis of size zero": ((), ["--plan", "replicate=0", "tiny.py"], "a size is a whole number above 0"),
     "axis named twice": ((), ["--plan", "dp=2,replicate=2", "tiny.py"], "it names it twice"),
     "mesh and ranks differ": ((), ["-n", "3", "--plan", "replicate=2", "tiny.py"], "covers 2 ranks\n  found: the job has 3 ranks"),

@@ -346,7 +346,7 @@ def test_a_job_that_is_killed_in_either_phase_sees_each_batch_once(tmp_path, at,
     [
         "replicate=2",
         pytest.param("shard=2", marks=pytest.mark.integration),
-        pytest.param("tensor=2", marks=pytest.mark.integration),
+        pytest.param("tensor=2", marks=pytest.mark.complete),
     ],
 )
 def test_verify_agrees_across_both_phases(tmp_path, plan):

@@ -437,7 +437,8 @@ def test_a_killed_job_ends_as_an_undisturbed_one(tmp_path, data):
     "plan",
     [
         pytest.param("replicate=2", marks=pytest.mark.slow),
-        *(pytest.param(plan, marks=pytest.mark.integration) for plan in ("shard=2", "tensor=2", "pipeline=2")),
+        *(pytest.param(plan, marks=pytest.mark.complete) for plan in ("shard=2", "tensor=2")),
+        pytest.param("pipeline=2", marks=pytest.mark.integration),
     ],
 )
 def test_verify_finds_the_step_of_two_ranks_that_of_one(tmp_path, data, plan):

@@ -406,8 +406,8 @@ def test_ranks_end_where_one_does(tmp_path, alone, task, plan):
 VERIFIED = [
     pytest.param("hdfs-next", "replicate=2", marks=pytest.mark.slow),
     pytest.param("hdfs-next", "tensor=2", marks=pytest.mark.integration),
-    pytest.param("hdfs", "shard=2", marks=pytest.mark.integration),
-    pytest.param("hdfs", "pipeline=2", marks=pytest.mark.integration),
+    pytest.param("hdfs", "shard=2", marks=pytest.mark.complete),
+    pytest.param("hdfs", "pipeline=2", marks=pytest.mark.complete),
 ]
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
+import os
 import re
 import shutil
 import subprocess
@@ -10,10 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from support.jobs import paceline
-from support.ranks import preload
+from paceline.checkpoint.manifest import list_checkpoints
+from paceline.nouns.plan import Plan
+from paceline.run.directory import new_run, write_start
 
-preload("paceline.train.loop_job")
+from support.jobs import paceline
+from support.ranks import preload, run_ranks
+from support.sample import sampled
+
+preload("paceline.train.loop_job", "paceline.run.rank.worker")
 LOOPS = Path(__file__).parents[2] / "examples" / "loops"
 NAMES = sorted(path.stem for path in LOOPS.glob("*.py"))
 USUAL = ("gan", "tokens")  # the others are integration tests
@@ -55,11 +64,39 @@ def train(folder, name, ranks, *flags, **environment):
     return ended, ends(ended.out)
 
 
-def train_alone(folder, name):
-    ended, found = train(folder, name, 1, "--job", "alone")
-    assert ended.code == 0, ended.err
-    assert len(found) == 1
-    return found[0]
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Where a loop ends on one rank, by its name."""
+
+    @functools.cache
+    def ends_at(name):
+        ended, found = train(tmp_path_factory.mktemp("alone"), name, 1, "--job", "alone")
+        assert ended.code == 0, ended.err
+        assert len(found) == 1
+        return found[0]
+
+    return ends_at
+
+
+def be_rank(rank, run_dir, file):
+    """Run the file as a rank of `paceline run` does, without the processes above it; return what it prints."""
+    from paceline.run.rank.worker import run_rank  # it imports torch, and the fork server has
+
+    os.environ["PACELINE_RUN_DIR"] = str(run_dir)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        code = run_rank(str(file), [])
+    assert code == 0, (run_dir / "failures" / f"{rank}.json").read_text()
+    return said.getvalue()
+
+
+def ends_under(folder, name, plan):
+    """Where the ranks of a plan end: forks of the tests' own fork server, which has imported torch."""
+    file = write(folder, name)
+    run_dir = new_run(folder / "runs", plan, file)
+    write_start(run_dir, Plan.parse(plan), file, [])
+    said = run_ranks(Plan.parse(plan).world_size, be_rank, run_dir, file)
+    assert list_checkpoints(run_dir / "checkpoints"), "the last step is not saved"
+    return [end for text in said for end in ends(text)]
 
 
 def check_same(here, there):
@@ -82,14 +119,17 @@ def test_the_page_shows_the_classifier():
     assert shown == code
 
 
-KILLED = [pytest.param(name, marks=pytest.mark.slow if name in USUAL else pytest.mark.integration) for name in NAMES]
+KILLED = [
+    pytest.param(name, plan, marks=pytest.mark.slow if name in USUAL else sampled(row, column, of=2))
+    for column, plan in enumerate(("replicate=2", "tensor=2"))
+    for row, name in enumerate(NAMES)
+]
+FOUR = ("replicate=4", *(f"replicate=2,shard=2,zero={level}" for level in (1, 2, 3)), "replicate=2,tensor=2")
 
 
-@pytest.mark.parametrize("name", KILLED)
-@pytest.mark.parametrize("plan", ["replicate=2", "tensor=2"])
-def test_two_ranks_end_as_one_does_also_after_a_kill(tmp_path, plan, name):
-    alone = train_alone(tmp_path, name)
-    assert alone[0] > AT
+@pytest.mark.parametrize(("name", "plan"), KILLED)
+def test_two_ranks_end_as_one_does_also_after_a_kill(tmp_path, alone, plan, name):
+    assert alone(name)[0] > AT
     flags = ("--job", "both", "--plan", plan)
     ended, both = train(tmp_path, name, 2, *flags, "--checkpoint-every", "3", KILL_AT=str(AT))
     assert ended.code == 1, ended.err
@@ -98,37 +138,38 @@ def test_two_ranks_end_as_one_does_also_after_a_kill(tmp_path, plan, name):
     assert ended.code == 0, ended.err
     assert "goes on at step-0000000" in ended.err
     assert len(both) == 2
-    check_same(both, alone)
+    check_same(both, alone(name))
 
 
-@pytest.mark.integration
-@pytest.mark.parametrize("name", NAMES)
-def test_four_ranks_end_as_one_does(tmp_path, name):
-    alone = train_alone(tmp_path, name)
-    shard = [f"replicate=2,shard=2,zero={level}" for level in (1, 2, 3)]
-    for plan in ("replicate=4", *shard, "replicate=2,tensor=2"):
-        ended, all_four = train(tmp_path, name, 4, "--job", plan, "--plan", plan)
-        assert ended.code == 0, ended.err
-        assert len(all_four) == 4
-        check_same(all_four, alone)
+def table(plans):
+    """Cells of all loops and these plans."""
+    return [
+        pytest.param(name, plan, marks=sampled(row, column))
+        for column, plan in enumerate(plans)
+        for row, name in enumerate(NAMES)
+    ]
+
+
+@pytest.mark.parametrize(("name", "plan"), table(FOUR))
+def test_four_ranks_end_as_one_does(tmp_path, alone, name, plan):
+    all_four = ends_under(tmp_path, name, plan)
+    assert len(all_four) == 4
+    check_same(all_four, alone(name))
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("name", USUAL)
-def test_a_killed_job_goes_on_under_another_plan(tmp_path, name):
-    alone = train_alone(tmp_path, name)
+def test_a_killed_job_goes_on_under_another_plan(tmp_path, alone, name):
     shard = ("--plan", "shard=2")
     train(tmp_path, name, 2, "--job", "a", "--checkpoint-every", "3", *shard, KILL_AT=str(AT))
     for job, plan in (("b", ()), ("c", shard), ("d", ("--plan", "shard=2,zero=1")), ("e", ("--plan", "tensor=2"))):
         shutil.copytree(tmp_path / "runs" / "a", tmp_path / "runs" / job)
         ended, both = train(tmp_path, name, 2, "--job", job, "--resume", *plan)
         assert ended.code == 0, ended.err
-        check_same(both, alone)
+        check_same(both, alone(name))
 
 
-@pytest.mark.integration
-@pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "tensor=2"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "plan"), table(("replicate=2", "shard=2", "tensor=2")))
 def test_verify_finds_the_steps_of_two_ranks_those_of_one(tmp_path, name, plan):
     ended = paceline(tmp_path, "verify", "--plan", plan, LOOPS / f"{name}.py")
     assert ended.code == 0, ended.out + ended.err
@@ -136,17 +177,15 @@ def test_verify_finds_the_steps_of_two_ranks_those_of_one(tmp_path, name, plan):
 
 
 @pytest.mark.slow
-def test_a_loop_runs_as_a_plain_file_too(tmp_path):
+def test_a_loop_runs_as_a_plain_file_too(tmp_path, alone):
     file = write(tmp_path, "classifier")
     done = subprocess.run([sys.executable, file], cwd=tmp_path, capture_output=True, text=True, check=True)
-    alone = train_alone(tmp_path, "classifier")
-    assert ends(done.stdout) == [alone]
+    assert ends(done.stdout) == [alone("classifier")]
 
 
 @pytest.mark.integration
-def test_the_classifier_is_killed_on_two_ranks_and_goes_on_with_one(tmp_path):
-    alone = train_alone(tmp_path, "classifier")
+def test_the_classifier_is_killed_on_two_ranks_and_goes_on_with_one(tmp_path, alone):
     train(tmp_path, "classifier", 2, "--job", "other", "--checkpoint-every", "3", KILL_AT=str(AT))
     ended, ends_of_one = train(tmp_path, "classifier", 1, "--job", "other", "--resume")
     assert ended.code == 0, ended.err
-    check_same(ends_of_one, alone)
+    check_same(ends_of_one, alone("classifier"))

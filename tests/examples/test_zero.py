@@ -706,7 +706,7 @@ def test_a_job_that_is_killed_goes_on_as_if_it_had_not_been(tmp_path, at, plan):
     "plan",
     [
         "replicate=2",
-        pytest.param("shard=2", marks=pytest.mark.integration),
+        pytest.param("shard=2", marks=pytest.mark.complete),
         pytest.param("tensor=2", marks=pytest.mark.integration),
     ],
 )
@@ -728,7 +728,7 @@ def test_the_command_writes_its_result_and_picture(tmp_path):
     assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.integration
+@pytest.mark.complete
 def test_it_learns(example):
     words = "--operations 1 --warm-up 60 --steps 120 --batch-size 24"
     arguments = example.workload.parse_arguments(words.split())

@@ -187,7 +187,8 @@ def test_a_rearranged_piece_is_the_piece_of_the_rearranged(target, data):
         (aten.transpose.int, (2, 5, 4, 8), (1, 2), Split(2, (4,)), Split(1, (4,))),
         # What can't be kept: three heads on two ranks, a cut across what a split has not taken apart.
         (aten.view.default, (2, 5, 24), ([2, 5, 3, 8],), Split(2, (24,)), None),
-        (aten.view.default, (2, 6), ([12],), Split(1, (5, 1)), None),
+        (aten.view.default, (2, 6), ([12],), Split(1, (5, 1)), Split(0, (5, 1, 5, 1))),
+        (aten.view.default, (6, 2), ([12],), Split(0, (5, 1)), None),
         (aten.split.Tensor, (5, 96), (32, 1), Split(1, (96,)), None),
         (aten.select.int, (4, 6), (0, 1), Split(0, (4,)), None),
         (aten.unbind.int, (4, 6), (0,), Split(0, (4,)), None),

@@ -91,7 +91,7 @@ def in_stages(model: nn.Module, count: int, function: Any = loss) -> Callable[[A
     """Run the captured graph in stages, each with states of its own, as ranks have them."""
     captured = captured_of(model, function)
     stages = cut_out(captured, assign_stages(captured, count), count)
-    check_stage_writes(stages, captured, {}, AxisComm("tensor", 0, (0,), None, Ledger()))
+    check_stage_writes(stages, captured, {}, [AxisComm("tensor", 0, (0,), None, Ledger())])
     own = states_of(model)
 
     def run(batch: Any) -> Any:

@@ -61,6 +61,7 @@ def test_bench_strategies_compares_sides_that_compute_the_same(tmp_path):
     assert all(difference < 1e-4 for difference in result["loss_differences"].values())
 
 
+@pytest.mark.complete
 def test_bench_jobs_runs_every_library_alone_and_beside_busy_processes(tmp_path):
     result = measured(tmp_path, "jobs", "--steps", "10", "--busy", "1")
     assert len(result["rows"]) == 8

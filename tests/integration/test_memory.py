@@ -36,6 +36,40 @@ PARAMETERS = DEPTH * BLOCK  # about 100 million of them
 ALLOWED = int(2.5 * PARAMETERS)  # parameters, gradients and half of AdamW's state
 
 
+SEQUENCE, NARROW = 4096, 64
+LONG_ALLOWED = 50 * 2**20  # a layer keeps about ten values of SEQUENCE * NARROW float32 numbers, of 1 MiB each
+
+
+class Long(nn.Module):
+    """Attention over one long sequence: activations, and next to no parameters."""
+
+    def __init__(self, depth: int = 8) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, NARROW)
+        self.layers = nn.ModuleList([nn.ModuleList([nn.Linear(NARROW, 3 * NARROW), nn.Linear(NARROW, NARROW)])
+                                     for _ in range(depth)])  # fmt: skip
+
+    def forward(self, x):
+        x = self.first(x)
+        for inward, outward in self.layers:
+            parts = [part.unflatten(-1, (4, -1)).transpose(1, 2) for part in inward(x).chunk(3, -1)]
+            made = nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
+            x = x + torch.tanh(outward(made.transpose(1, 2).flatten(2)))
+        return x
+
+
+def long_workload(depth=8, length=SEQUENCE):
+    random = torch.Generator().manual_seed(0)
+    return paceline.Workload(
+        model=lambda: Long(depth),
+        loss=lambda model, batch: (model(batch).square().sum(), len(batch)),
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+        data=[torch.randn(length, 4, generator=random) for _ in range(2)],
+        batch_size=1,
+        steps=2,
+    )
+
+
 class Deep(nn.Module):
     def __init__(self, depth: int = DEPTH) -> None:
         super().__init__()
@@ -65,7 +99,11 @@ def status_bytes(key):
 
 
 def train(plan, depth=DEPTH):
-    job = Job(workload(depth), Plan.parse(plan))
+    return train_job(workload(depth), plan)
+
+
+def train_job(work, plan):
+    job = Job(work, Plan.parse(plan))
     losses = [job.step(batch) for batch in job.batches()]
     job.close()
     return losses
@@ -116,3 +154,25 @@ def test_one_rank_may_not_hold_it(losses):
 def test_four_ranks_train_what_one_may_not_hold(plan, losses):
     for found in run_ranks(4, train_within, plan, ALLOWED, timeout_s=400):
         assert found == pytest.approx(losses, rel=1e-4)
+
+
+def train_long_within(rank, plan, allowed):
+    """The same of long sequences."""
+    api.init()
+    train_job(long_workload(1, 64), plan)
+    limit = status_bytes("VmData") + allowed
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    try:
+        return train_job(long_workload(), plan)
+    except (MemoryError, RuntimeError) as error:
+        return str(error)
+
+
+def test_four_ranks_train_on_sequences_that_one_may_not_hold():
+    (alone,) = run_ranks(1, train_long_within, "replicate=1", 2**32, timeout_s=400)
+    assert alone[1] != alone[0]
+    (said,) = run_ranks(1, train_long_within, "replicate=1", LONG_ALLOWED, timeout_s=400)
+    assert "can't allocate memory" in said
+    for way in ("ring", "heads"):
+        for found in run_ranks(4, train_long_within, f"context=4,context_by={way}", LONG_ALLOWED, timeout_s=400):
+            assert found == pytest.approx(alone, rel=1e-4)

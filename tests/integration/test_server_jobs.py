@@ -25,11 +25,12 @@ from paceline.server.transport.address import Address
 
 from support.cluster import alone
 from support.jobs import leftovers, losses, paceline, start, wait_for
+from support.sample import COMPLETE
 from support.served import SLOW, check_equal, saved
 
 pytestmark = pytest.mark.integration
 
-KILLS = int(os.environ.get("PACELINE_KILLS", "30"))
+KILLS = int(os.environ.get("PACELINE_KILLS", "15"))
 BERT = """
 import sys
 from pathlib import Path
@@ -49,7 +50,7 @@ def bert(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=COMPLETE), 2, pytest.param(4, marks=COMPLETE)])
 def test_bert_ends_bit_for_bit_where_one_process_does(bert, workers):
     """20 steps of two epochs with AdamW, a schedule and clipping; the one process takes the same micro-batches.
 
@@ -235,6 +236,7 @@ def test_a_job_is_not_done_before_worker_0_has_saved(tmp_path, monkeypatch, mode
     assert wait_for(lambda: not leftovers(tmp_path))
 
 
+@COMPLETE
 def test_kills_and_stops_at_random_moments():
     """A few of the trials of benchmarks/trials/server_faults.py."""
     script = Path(__file__).parents[2] / "benchmarks" / "trials" / "server_faults.py"
@@ -265,6 +267,7 @@ import sys, torch
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from support.cluster import gradient, small_model
+from support.sample import COMPLETE
 from paceline.server.handle import connect
 model = small_model()
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

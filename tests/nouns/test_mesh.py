@@ -6,7 +6,7 @@ from paceline.nouns.errors import MeshError
 from paceline.nouns.mesh import AXES, Mesh
 
 
-@given(st.tuples(*[st.integers(1, 4)] * len(AXES)))
+@given(st.tuples(*[st.integers(1, 3)] * len(AXES)))
 def test_every_rank_has_one_place_and_one_group_per_axis(sizes):
     mesh = Mesh(sizes)
     size = mesh.world_size
@@ -16,7 +16,7 @@ def test_every_rank_has_one_place_and_one_group_per_axis(sizes):
         assert len({mesh.peers(rank, axis) for rank in range(size)}) * mesh.size(axis) == size
 
 
-@given(st.tuples(*[st.integers(1, 4)] * len(AXES)))
+@given(st.tuples(*[st.integers(1, 3)] * len(AXES)))
 def test_ranks_share_a_random_stream_where_they_share_stage_and_samples(sizes):
     mesh = Mesh(sizes)
     places = {}

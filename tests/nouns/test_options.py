@@ -22,6 +22,8 @@ IN_A_LINE = {
     "offload": ("offload=on", "shard=2", "tensor=2"),
     "offload beside tensor": ("offload=on", "shard=2,replicate=2", "shard=2,tensor=2"),
     "sequence": ("sequence=on", "tensor=2", "shard=2"),
+    "context_by": ("context_by=ring", "context=2", "tensor=2"),
+    "compression of gradients of context": ("compression=bf16", "context=2", "tensor=2"),
     "schedule": ("schedule=gpipe", "pipeline=2", "tensor=2"),
     "schedule, as it is by default": ("schedule=1f1b", "pipeline=2", "replicate=2"),
     "micro_batches": ("micro_batches=4", "pipeline=2", "replicate=2"),

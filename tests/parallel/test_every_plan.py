@@ -13,18 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.checkpoint.reshard import take
+import paceline
 from paceline.comm import api
-from paceline.nouns.errors import PacelineError
 from paceline.nouns.plan import Plan
 from paceline.nouns.shard_spec import LocalShard, ShardSpec
-from paceline.train.job import Job
 
+from support.cells import compare, differences, train
 from support.models import MODELS, STORIES, workload
 from support.ranks import run_ranks
+from support.sample import COMPLETE, INTEGRATION, SLOW, is_sampled
 
-TOLERANCE = 1e-10
-FLOOR = 1e-3  # of a tensor's size: a key's bias has no gradient, AdamW makes steps of its rounding
 LEAST_EQUAL = 0.85
 
 TWO = ("replicate=2", "shard=2", "tensor=2", "pipeline=2")
@@ -69,46 +67,31 @@ def is_long(name: str, plan: str) -> bool:
     return name not in FAST_MODELS and Plan.parse(plan).world_size > 2
 
 
+def is_sampled_cell(name: str, plan: str) -> bool:
+    """True if CI runs the cell: of the long ones a third, of the others half."""
+    place = list(MODELS).index(name), plans_of(name).index(plan)
+    return is_fast(name, plan) or is_sampled(*place, of=3 if is_long(name, plan) else 2)
+
+
 LONG = [cell for cell in CELLS if is_long(*cell)]
 SHORT = [cell for cell in CELLS if not is_long(*cell)]  # what runs without -m integration
 
 
 def marks_of(name: str, plan: str) -> list[Any]:
-    marks = [] if is_fast(name, plan) else [pytest.mark.integration if is_long(name, plan) else pytest.mark.slow]
+    long = INTEGRATION if is_long(name, plan) else SLOW
+    marks = [] if is_fast(name, plan) else [long if is_sampled_cell(name, plan) else COMPLETE]
     return [*marks, needs_stories] if name == "stories" else marks
 
 
 def train_all(rank: int, cells: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
     """One job after another in the same processes: what it gave, or why it was refused."""
     api.init()
-    return {cell: train(*cell) for cell in cells}
+    return {cell: train(make(cell[0]), cell[1]) for cell in cells}
 
 
-def train(name: str, plan: str) -> Any:
+def make(name: str) -> paceline.Workload:
     model = functools.partial(MODELS[name][0], 2) if name in TWO_LAYERS else MODELS[name][0]
-    try:
-        job = Job(workload(name, model=model, clip_norm=0.5), Plan.parse(plan))
-        steps = [(job.step(batch), job.last.gradient_norm) for batch in job.batches()]
-        state = held_here(job)
-        job.close()
-    except PacelineError as error:
-        return str(error)
-    return steps, state
-
-
-def held_here(job: Job) -> dict[str, tuple[torch.Tensor, torch.Tensor | None, LocalShard | None]]:
-    """Of every state tensor that this rank holds: its part, the part's gradient, and which part it is."""
-    held = job.parallel.held()
-    return {
-        name: (here(tensor), None if tensor.grad is None else here(tensor.grad), held.get(name))
-        for name, tensor in [*job.model.named_parameters(), *job.model.named_buffers()]
-        if not tensor.is_meta
-    }
-
-
-def here(tensor: Any) -> torch.Tensor:
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local.detach().clone()
+    return workload(name, model=model, clip_norm=0.5)
 
 
 @functools.cache
@@ -128,6 +111,7 @@ def cells_together(name: str, plan: str) -> tuple[tuple[str, str], ...]:
         if n != "stories" or STORIES.exists()
         for p in plans_of(n)
         if Plan.parse(p).world_size == size and not is_fast(n, p)
+        if is_sampled_cell(n, p) == is_sampled_cell(name, plan)
     )
 
 
@@ -140,41 +124,7 @@ def alone(name: str) -> Any:
 def verdict(name: str, plan: str) -> str:
     """`equal`, `refused: ...`, or what is wrong."""
     ranks = [every[name, plan] for every in results(Plan.parse(plan).world_size, cells_together(name, plan))]
-    if any(isinstance(result, str) for result in ranks):
-        all_refused = all(isinstance(result, str) for result in ranks)
-        return f"refused: {ranks[0]}" if all_refused else "refused by some ranks only"
-    steps, whole = alone(name)
-    wrong = []
-    seen: set[str] = set()
-    for rank, (other_steps, state) in enumerate(ranks):
-        wrong += [
-            f"rank {rank} has {here} where one rank has {one}"
-            for one, here in zip(steps, other_steps, strict=True)
-            if here != pytest.approx(one, rel=TOLERANCE, abs=0)
-        ]
-        for key, part in state.items():
-            wrong += [f"rank {rank}: {key}: {text}" for text in differences(whole[key], part)]
-        seen |= state.keys()
-    wrong += [f"nobody has {key}" for key in sorted(whole.keys() - seen)]
-    return f"wrong: {wrong[0]} and {len(wrong) - 1} more" if wrong else "equal"
-
-
-def differences(one: Any, part: Any) -> list[str]:
-    """What differs between a rank's part of a tensor and the same part of the one-rank result."""
-    value, gradient, held = part
-    shard_spec = held.shard_spec if held is not None else ShardSpec(tuple(one[0].shape))
-    found = []
-    for what, full, local in (("value", one[0], value), ("gradient", one[1], gradient)):
-        if (full is None) != (local is None):
-            found.append(f"{what}: one of the two has none")
-        elif full is not None and (shard_spec.local_shape != tuple(local.shape) or full.dtype != local.dtype):
-            found.append(f"{what}: it is of shape {tuple(local.shape)}, its placement says {shard_spec.local_shape}")
-        elif full is not None and local.numel():
-            size = max(float(full.abs().max()), FLOOR) if full.is_floating_point() else 1.0
-            error = float((take(full, shard_spec) - local).abs().max()) / size
-            if not error <= TOLERANCE:
-                found.append(f"{what}: off by {error:.1e}")
-    return found
+    return compare(alone(name), ranks)
 
 
 @pytest.mark.parametrize(
@@ -186,11 +136,8 @@ def test_a_plan_is_one_rank_or_is_refused(name, plan):
 
 
 @needs_stories
-@pytest.mark.parametrize(
-    "cells",
-    [pytest.param(SHORT, marks=pytest.mark.slow), pytest.param(LONG, marks=pytest.mark.integration)],
-    ids=["short", "long"],
-)
+@COMPLETE
+@pytest.mark.parametrize("cells", [SHORT, LONG], ids=["short", "long"])
 def test_hardly_anything_is_refused(cells):
     said = {cell: verdict(*cell) for cell in cells}
     equal = sum(text == "equal" for text in said.values())

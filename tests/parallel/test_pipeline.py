@@ -24,6 +24,7 @@ from paceline.verify.ranks.dropout_trace import DropoutTrace
 
 from support.models import workload
 from support.ranks import run_ranks
+from support.sample import sampled
 
 SLOW = pytest.mark.slow
 QUICK = settings(deadline=None, max_examples=60)
@@ -204,9 +205,14 @@ def test_tied_embeddings_stay_equal_and_nothing_need_divide(ranks, schedule, par
     assert_equal_to_one_rank(results, tied_workload, parts)
 
 
-@SLOW
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", ["bert", "gpt2"])
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        pytest.param(name, schedule, marks=sampled(row, column, of=2, mark=SLOW))
+        for row, name in enumerate(("bert", "gpt2"))
+        for column, schedule in enumerate(SCHEDULES)
+    ],
+)
 def test_every_schedule_trains_a_transformer(name, schedule):
     parts = {"clip_norm": 0.5}
     make = functools.partial(workload, name)

@@ -29,7 +29,7 @@ STEPS = 2
 def meshes(draw):
     """Axes whose product is at most four."""
     sizes, left = {}, 4
-    for axis in draw(st.permutations(AXES)):
+    for axis in draw(st.permutations([axis for axis in AXES if axis != "expert"])):  # the models have none
         size = draw(st.sampled_from([n for n in (1, 2, 3, 4) if n <= left]))
         sizes[axis], left = size, left // size
     plan = ",".join(f"{axis}={size}" for axis, size in sizes.items())

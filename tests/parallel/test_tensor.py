@@ -15,6 +15,7 @@ from paceline.graph.layout import choose_layout
 from paceline.graph.placement import Split
 from paceline.nouns.errors import PacelineError, PlanError
 from paceline.nouns.plan import Plan
+from paceline.parallel import graph_model
 from paceline.train.job import Job
 
 from support.models import MODELS, workload
@@ -106,6 +107,24 @@ def assert_one_rank(ranks, sizes, plan):
             expected = take(whole[name], held[name].shard_spec)
             torch.testing.assert_close(tensor, expected, rtol=1e-9, atol=1e-11)
     return {name: results[0][2][name].shard_spec.cuts for name in whole}
+
+
+def count_captures(rank, evaluates):
+    """Captures in two steps; where an evaluation comes first it has a graph of its own."""
+    calls = []
+    graph_model.capture = lambda *arguments: calls.append(1) or capture(*arguments)
+    api.init()
+    job = Job(small_workload(), Plan.parse("tensor=2"))
+    if evaluates:
+        job.evaluate(job.workload.data[:6])
+    for batch in job.batches():
+        job.step(batch)
+    return len(calls)
+
+
+@pytest.mark.parametrize(("evaluates", "captures"), [(False, 1), (True, 2)])
+def test_the_graph_that_the_layout_is_of_is_the_one_that_runs(evaluates, captures):
+    assert run_ranks(2, count_captures, evaluates) == [captures] * 2
 
 
 @pytest.mark.parametrize(

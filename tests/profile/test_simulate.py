@@ -10,49 +10,23 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline
-from paceline.bench import planner, planner_models, planner_peaks
+from paceline.bench import planner, planner_models
 from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.nouns.plan import Plan
 from paceline.nouns.profile import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS
 from paceline.plan.memory import memory_of
 from paceline.profile.simulate import simulate
 
-from support.ranks import run_ranks
+from support.simulated import check_simulation
 
-OFF = 0.005  # of the measured peak; most are equal to the byte
-TRIES = 3  # what another thread frees the profiler does not hear: on a busy machine it may measure too much
 SLOW = pytest.mark.slow
-
-
-def measure(rank, plan, name, parts):
-    planner_peaks.with_time_to_let_go()
-    return planner_peaks.measured(plan, name, parts)
-
-
-def check_same(line, name, parts):
-    """Each rank's peak and ledger, of a real job and of its simulations."""
-    plan = Plan.parse(line)
-    torch.set_num_threads(1)  # as the ranks have; kernels' scratch memory depends on it
-    profiles = [simulate(planner_models.workload(name, **parts), plan, rank) for rank in range(plan.world_size)]
-    expected = [memory_of(profile).peak for profile in profiles]
-    for _ in range(TRIES):
-        answers = run_ranks(plan.world_size, measure, plan, name, parts)
-        if all(peak <= own * (1 + OFF) for own, (peak, _, _) in zip(expected, answers, strict=True)):
-            break
-    for own, profile, (peak, _, rows) in zip(expected, profiles, answers, strict=True):
-        assert abs(own / peak - 1) < OFF, (profile.rank, own, peak)
-        assert _sorted(profile.traffic) == _sorted(rows)
-
-
-def _sorted(rows):
-    return sorted((row["collective"], row["axis"], row["calls"], row["bytes"]) for row in rows)
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "mlp" else SLOW) for name in planner_models.MODELS]
 )
 def test_one_process(name):
-    check_same("replicate=1", name, {})
+    check_simulation(planner_models.workload, name, "replicate=1", {})
 
 
 @SLOW
@@ -67,7 +41,7 @@ def test_one_process(name):
 )
 @pytest.mark.parametrize("name", ["bert", "cnn"])
 def test_one_process_in_other_ways(name, parts):
-    check_same("replicate=1", name, parts)
+    check_simulation(planner_models.workload, name, "replicate=1", parts)
 
 
 @SLOW
@@ -75,13 +49,13 @@ def test_one_process_in_other_ways(name, parts):
     "line", ["replicate=2", "shard=2", "shard=2,zero=1", "tensor=2", "pipeline=2", "replicate=1,checkpointing=full"]
 )
 def test_several_ranks(line):
-    check_same(line, "bert", {})
+    check_simulation(planner_models.workload, "bert", line, {})
 
 
 @SLOW
 def test_weights_are_not_gathered_for_half_precision():
     """A graph captured under autocast held casts of weights, which no rule splits: each step gathered them."""
-    check_same("tensor=2", "mlp", {"precision": "bf16", "optimizer": "sgd"})
+    check_simulation(planner_models.workload, "mlp", "tensor=2", {"precision": "bf16", "optimizer": "sgd"})
 
 
 PLANS = [
@@ -107,7 +81,7 @@ def test_models_under_plans(number):
         name = names[(number + turn) % len(names)]
         ways = [{}, OTHERWISE] if MODELS > 1 else [{} if number % 4 else OTHERWISE]
         for parts in ways:
-            check_same(line, name, parts)
+            check_simulation(planner_models.workload, name, line, parts)
 
 
 def small(**parts):

@@ -27,7 +27,7 @@ SEEDS_OF_RARE = {
 }
 IN_MODES = {"late_for_a_round_that_may_be_lost": (Mode("quorum", quorum=2),)}  # where it shows
 # Every bug of protocol_mutants.py shows in less than 500 seeds.
-FEW, SOME, MANY = 60, 600, int(os.environ.get("PACELINE_SEEDS", "4000"))
+FEW, SOME, MANY = 60, 600, int(os.environ.get("PACELINE_SEEDS", "2200"))
 
 
 @pytest.mark.parametrize("seeds", [range(FEW), pytest.param(range(FEW, SOME), marks=pytest.mark.slow)])

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from paceline.nouns.mesh import Mesh
+from paceline.nouns.mesh import GRAPH_AXES, Mesh
 from paceline.nouns.plan import Plan
 from paceline.verify.judge.check_dropout import check_draws
 from paceline.verify.judge.checks import check_order, check_step, check_traffic
@@ -21,7 +21,7 @@ from paceline.verify.judge.verdict import Verdict
 from paceline.verify.ranks import reference, replay
 from paceline.verify.ranks.dry_run import describe_all
 
-from support import models, random_jobs
+from support import attention_models, expert_models, models, random_jobs
 from support.mutants import MUTANTS
 from support.ranks import preload, run_ranks
 from support.subjects import SUBJECTS
@@ -34,6 +34,10 @@ _folders = []  # temporary folders live as long as the tests
 
 def make(subject: Any):
     """A subject's workload: one of `subjects.py`, a model of the twelve, or one built of drawn facts."""
+    if isinstance(subject, str) and subject in attention_models.MODELS:
+        return attention_models.shallow_workload(subject, precision="float32")
+    if isinstance(subject, str) and subject in expert_models.MODELS:
+        return expert_models.workload(subject, precision="float32")
     if isinstance(subject, str) and subject in UNUSUAL:
         return UNUSUAL[subject]()
     if isinstance(subject, tuple):
@@ -125,7 +129,7 @@ def _watch(subject, plan, mutant, folder):
         facts = json.loads((folder / f"watched-{rank}.json").read_text())
         parts.setdefault(facts["data_part"], facts["pieces"])
     mesh = Mesh.parse(plan.mesh)
-    is_graph = mesh.size("tensor") * mesh.size("pipeline") > 1
+    is_graph = bool(mesh.used(GRAPH_AXES))
     answer = {part: replay.replay(make(subject), rows, parts, is_graph) for part, rows in parts.items()}
     (folder / "replay.json").write_text(json.dumps(answer))
     return _Done()

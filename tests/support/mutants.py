@@ -93,7 +93,7 @@ def bias_added_on_every_rank():
     def partial(plain, self, node, arguments, named, sources):
         return self._call(node.target, *arguments, **named)
 
-    wrap(emit._Emitter, "_partial", partial)
+    wrap(emit.Emitter, "_partial", partial)
 
 
 @mutant("tensor=2", module=("blocks.0.attention",))
@@ -789,3 +789,386 @@ def a_norm_is_that_of_a_part():
     from paceline.parallel.graph_adapter import GraphAdapter
 
     wrap(GraphAdapter, "update_whole", lambda plain, self, names: None)
+
+
+# --- context
+
+RING = "context=2,context_by=ring"
+HEADS = "context=2,context_by=heads"
+ATTENTION = ("layers.0", "layers.1")
+
+
+@mutant(RING, subject="rotary", module=("layers.0",))
+def rotary_angles_of_the_first_rank():
+    from paceline.comm import differentiable, sequence
+
+    def sliced(plain, self, tensor, pieces):
+        if tuple(tensor.shape) == (16, 1):  # the positions of the angles
+            return differentiable.take_piece(tensor, pieces, 0, self.comm.size)
+        return plain(self, tensor, pieces)
+
+    wrap(sequence.SequenceExchanges, "slice_with_partial_grad", sliced)
+
+
+@mutant(RING, subject="rotary", module=("places", "words", "layers.0", ""))
+def learned_positions_of_the_first_rank():
+    from paceline.comm import differentiable, sequence
+
+    def sliced(plain, self, tensor, pieces):
+        if tensor.dim() == 2:  # the table of positions
+            return differentiable.take_piece(tensor, pieces, 0, self.comm.size)
+        return plain(self, tensor, pieces)
+
+    wrap(sequence.SequenceExchanges, "slice_with_partial_grad", sliced)
+
+
+@mutant("context=4,context_by=ring", subject="rotary", module=ATTENTION, collective="attention on context")
+def ring_step_off_by_one():
+    from paceline.comm import sequence
+
+    wrap(sequence._Ring, "source", lambda plain, self, hop: plain(self, hop + (hop > 1)))
+
+
+@mutant(RING, subject="rotary", module=ATTENTION, collective="attention on context")
+def blocks_merged_without_their_weights():
+    from paceline.comm import sequence
+
+    def merged(plain, result, sums, queries, made, block_sums):
+        before = result.clone()
+        plain(result, sums, queries, made, block_sums)
+        rows = slice(*queries)
+        result[..., rows, :] = (before[..., rows, :] + made) / 2
+
+    wrap(sequence, "_merge", merged)
+
+
+@mutant(RING, subject="rotary", module=ATTENTION)
+def gradients_of_keys_stay_where_they_are_made():
+    from paceline.comm import sequence
+
+    def collected(plain, ring, key, value, of_keys):
+        own = {}
+
+        def noted(source, *at_hand):
+            own[source] = of_keys(source, *at_hand)
+            return own[source]
+
+        plain(ring, key, value, noted)
+        return own[ring.place]
+
+    wrap(sequence, "_collected", collected)
+
+
+@mutant(RING, subject="rotary", module=ATTENTION)
+def gradients_of_keys_counted_twice():
+    from paceline.comm import sequence
+
+    wrap(sequence, "_collected", lambda plain, *arguments: tuple(2 * part for part in plain(*arguments)))
+
+
+@mutant(RING, subject="rotary", module=ATTENTION, collective="attention on context")
+def later_keys_are_seen_on_the_same_rank():
+    from paceline.comm import sequence
+
+    def blocks(plain, ring, source, device):
+        for block in plain(ring, source, device):
+            yield block._replace(is_causal=False)
+
+    wrap(sequence, "_blocks_of", blocks)
+
+
+@mutant(RING, subject="rotary", module=ATTENTION, collective="attention on context")
+def earlier_keys_of_other_ranks_are_hidden():
+    from paceline.comm import sequence
+
+    def blocks(plain, ring, source, device):
+        for block in plain(ring, source, device):
+            if source == ring.place or block.queries[0]:
+                yield block
+
+    wrap(sequence, "_blocks_of", blocks)
+
+
+@mutant(HEADS, subject="rotary", module=ATTENTION, collective="attention on context")
+def heads_come_back_in_another_order():
+    from paceline.comm import sequence
+
+    def back(plain, tensor, places, members, comm):
+        return plain(tensor, places, members, comm).roll(1, -3)
+
+    wrap(sequence, "_to_sequence", back)
+
+
+@mutant(HEADS, subject="rotary", module=ATTENTION, collective="attention on context")
+def positions_joined_as_they_come():
+    from paceline.comm import sequence
+
+    def runs(plain, places, member):
+        target = sum(place.stop - place.start for place in places if place.member < member)
+        for place in sorted((place for place in places if place.member == member), key=lambda place: place.offset):
+            yield place.offset, target, place.stop - place.start
+            target += place.stop - place.start
+
+    wrap(sequence, "_runs", runs)
+
+
+@mutant(RING, subject="rotary", module=("last", ""))
+def every_rank_takes_the_whole_gradient_of_the_loss():
+    from paceline.comm import sequence
+
+    wrap(sequence.SequenceExchanges, "share_of_gradient", lambda plain, self, tensor: tensor)
+
+
+@mutant(RING, subject="rotary", module=("last", ""))
+def gradient_of_a_sum_stays_a_share():
+    from paceline.comm import sequence
+
+    def backward(ctx, *gradients):
+        return gradients[0], None
+
+    sequence._Sum.backward = staticmethod(backward)
+
+
+@mutant(RING, subject="patches", module=("last", ""), collective="all_reduce on context")
+def class_token_of_the_wrong_place():
+    from paceline.comm import sequence
+
+    def taken(plain, self, tensor, dim, index, blocks):
+        return plain(self, tensor, dim, index + 1, blocks)
+
+    wrap(sequence.SequenceExchanges, "take_at", taken)
+
+
+@mutant(RING, subject="rotary", module=("last", ""), collective="on context")
+def shifted_scores_lack_what_others_have():
+    from paceline.comm import sequence
+
+    def moved(plain, tensor, dim, *arguments):
+        result = plain(tensor, dim, *arguments)
+        result.narrow(dim, result.shape[dim] - 1, 1).zero_()  # what came last, as if from nobody
+        return result
+
+    wrap(sequence, "_moved", moved)
+
+
+@mutant(RING, subject="relative", module=("last", ""))
+def mean_over_the_positions_of_one_rank():
+    from paceline.graph import emit_context
+
+    def halved(plain, self, node, choice, source):
+        return self._call(torch.ops.aten.mul.Tensor, plain(self, node, choice, source), self.num_ranks)
+
+    wrap(emit_context.ContextEmitter, "_sum_of_mean", halved)
+
+
+@mutant(RING, subject="rotary", module=("last", ""))
+def mean_loss_over_the_rows_of_one_rank():
+    from paceline.graph import emit_context
+
+    wrap(emit_context, "counted_rows", lambda plain, *arguments: plain(*arguments) / 2)
+
+
+@mutant(RING, subject="relative", module=ATTENTION)
+def mask_of_the_rows_of_the_first_rank():
+    from paceline.comm import differentiable, sequence
+
+    def sliced(plain, self, tensor, pieces):
+        if tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1]:
+            return differentiable.take_piece(tensor, pieces, 0, self.comm.size)
+        return plain(self, tensor, pieces)
+
+    wrap(sequence.SequenceExchanges, "slice_with_partial_grad", sliced)
+
+
+@mutant(RING, subject="relative", module=ATTENTION, collective="attention on context")
+def mask_of_the_columns_of_this_rank():
+    from paceline.comm import sequence
+
+    def ranges(plain, self):
+        self.source, source = self.ring.place, self.source
+        yield from plain(self)
+        self.source = source
+
+    wrap(sequence._Part, "_seen_ranges", ranges)
+
+
+@mutant(RING, subject="rotary")
+def gradients_not_summed_over_context():
+    import dataclasses
+
+    from paceline.train import assemble
+
+    def opened(plain, mesh, rank, ledger):
+        comms = plain(mesh, rank, ledger)
+        return dataclasses.replace(comms, gradients=comms.axes["replicate"])
+
+    wrap(assemble, "open_comms", opened)
+
+
+@mutant(RING, subject="drops", what=("step", "draws"), says="don't make up the whole mask|dropout")
+def every_rank_drops_what_the_first_one_drops():
+    from paceline.comm.differentiable import split_dropout
+    from paceline.graph import emit_context
+
+    def drops(plain, self, *arguments):
+        new = plain(self, *arguments)
+        for made in self.graph.nodes:
+            if made.target is split_dropout:
+                made.args = (*made.args[:4], (made.args[4][0], 0, self.num_ranks))
+        return new
+
+    wrap(emit_context.ContextEmitter, "_operation", drops)
+
+
+@mutant(RING, subject="rotary", module=ATTENTION)
+def gradient_of_shared_keys_is_a_mean():
+    from paceline.comm import sequence
+
+    def grouped(plain, gradient, tensor):
+        made = plain(gradient, tensor)
+        return made * tensor.shape[-3] / gradient.shape[-3]
+
+    wrap(sequence, "_per_group", grouped)
+
+
+@mutant(RING, subject="relative", module=("layers", ""))
+def bias_has_the_gradient_of_the_last_block_alone():
+    from paceline.comm import sequence
+
+    def added(plain, self, of_mask, of_scores):
+        of_mask.zero_()
+        plain(self, of_mask, of_scores)
+
+    wrap(sequence._Part, "add_gradient", added)
+
+
+# --- experts
+
+EXPERTS = "expert=2"
+
+
+@mutant(EXPERTS, subject="mixture", module=("mixture",))
+def rows_meet_another_expert():
+    import torch
+
+    from paceline.comm import experts
+
+    def by_arrival(plain, received):
+        return torch.arange(sum(map(sum, received)))
+
+    wrap(experts, "_by_expert", by_arrival)
+
+
+@mutant(EXPERTS, subject="mixture", module=("mixture",))
+def rows_come_back_to_other_tokens():
+    from paceline.comm import experts
+
+    def combined(plain, self, rows, counts, count):
+        return plain(self, rows, counts, count).roll(1, 0)
+
+    wrap(experts.ExpertExchanges, "combine", combined)
+
+
+@mutant("expert=2,tensor=2", subject="mixture", module=("mixture",))
+def rows_come_back_to_other_tokens_beside_tensor():
+    rows_come_back_to_other_tokens()
+
+
+@mutant("expert=2,context=2", subject="mixture", module=("mixture",))
+def rows_come_back_to_other_tokens_beside_context():
+    rows_come_back_to_other_tokens()
+
+
+@mutant(EXPERTS, subject="mixture", module=("mixture",))
+def last_row_of_a_rank_is_dropped():
+    from paceline.comm import experts
+
+    def sent(plain, self, rows, counts):
+        came = plain(self, rows, counts).clone()
+        came[-1:] = 0
+        return came
+
+    wrap(experts.ExpertExchanges, "dispatch", sent)
+
+
+@mutant(EXPERTS, subject="mixture", module=("mixture",))
+def experts_end_one_row_too_early():
+    from paceline.comm import experts
+
+    def ends(plain, self, ends, counts):
+        here = plain(self, ends, counts)
+        return (here - 1).clamp(min=0)
+
+    wrap(experts.ExpertExchanges, "ends_here", ends)
+
+
+@mutant(EXPERTS, subject="mixture", module=("mixture",), culprit="0.5 times")
+def gradients_of_experts_are_divided_twice():
+    from paceline.parallel.apply import Parallel
+
+    def reduced(plain, self):
+        made = plain(self)
+        for parameter in self.experts.parameters.values():
+            parameter.grad /= 2
+        return made
+
+    wrap(Parallel, "reduce_gradients", reduced)
+
+
+@mutant(EXPERTS, subject="mixture", module=("mixture",), culprit="gradients are wrong")
+def gradients_of_other_experts_are_added():
+    import dataclasses
+
+    from paceline.train import assemble
+
+    def opened(plain, mesh, rank, ledger):
+        comms = plain(mesh, rank, ledger)
+        return dataclasses.replace(comms, expert_gradients=comms.gradients)
+
+    wrap(assemble, "open_comms", opened)
+
+
+@mutant(EXPERTS, subject="mixture", collective="all_reduce on expert", culprit="gradients are wrong")
+def gradients_not_summed_over_expert():
+    import dataclasses
+
+    from paceline.train import assemble
+
+    def opened(plain, mesh, rank, ledger):
+        comms = plain(mesh, rank, ledger)
+        return dataclasses.replace(comms, gradients=comms.axes["replicate"])
+
+    wrap(assemble, "open_comms", opened)
+
+
+@mutant(EXPERTS, subject="mixtral", says="the loss is")
+def router_loss_is_of_the_samples_of_a_rank():
+    from paceline.comm import sequence
+
+    def summed(plain, self, tensor):
+        return tensor * self.comm.size
+
+    wrap(sequence.SequenceExchanges, "sum_with_partial_grad", summed)
+
+
+@mutant(EXPERTS, subject="mixture", module=("words",))
+def every_rank_computes_the_first_samples():
+    import dataclasses
+
+    from paceline.comm import experts
+
+    def taken(plain, self, tensor, pieces):
+        first = dataclasses.replace(self, comm=dataclasses.replace(self.comm, rank=0))
+        return plain(first, tensor, pieces)
+
+    wrap(experts.ExpertExchanges, "slice_with_partial_grad", taken)
+
+
+@mutant(EXPERTS, subject="mixture", module=("mixture",), culprit="backward")
+def gradient_of_rows_is_not_brought_back():
+    from paceline.comm import experts
+
+    def sent(plain, self, rows, counts):
+        return plain(self, rows.detach(), counts)
+
+    wrap(experts.ExpertExchanges, "dispatch", sent)

@@ -7,9 +7,9 @@ import pytest
 from paceline.nouns.errors import PacelineError
 
 from support.kit import verify
+from support.sample import SLOW, sampled
 from support.unusual import REFUSED, UNUSUAL
 
-pytestmark = pytest.mark.slow
 # Sparse gradients and own code that can't be a graph: replicate alone, or shard.
 EAGER_ONLY = (
     "zoo",
@@ -36,7 +36,11 @@ def plans_of(name):
     return ("replicate=2",) if name in EAGER_ONLY else ("replicate=2", "tensor=2")
 
 
-CASES = [(name, plan) for name in UNUSUAL for plan in plans_of(name)]
+CASES = [
+    pytest.param(name, plan, marks=SLOW if name in EAGER_ONLY else sampled(row, column, of=2, mark=SLOW))
+    for row, name in enumerate(UNUSUAL)
+    for column, plan in enumerate(plans_of(name))
+]
 
 
 @pytest.mark.parametrize(("name", "plan"), CASES)
@@ -48,6 +52,7 @@ def test_what_is_unusual_is_no_bug(name, plan):
         assert verdict.word != "bug", "\n".join(verdict.lines())
 
 
+@SLOW
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_judged_is_refused(name):
     _, plan, says = REFUSED[name]

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attentio
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import paceline
-from paceline.run.rank.process_exit import exit_process
+from paceline.launch.process_exit import exit_process
 
 VOCABULARY = 65
 LENGTH = 64

@@ -33,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments; those after the file are the file's own."""
     add_plan_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument("--explain-layout", action="store_true", help="how tensor splits each weight, and why")
+    parser.add_argument(
+        "--explain-layout", action="store_true", help="how tensor, context and expert split the model, and why"
+    )
     add_memory_arguments(parser)
     parser.add_argument("--schedule-picture", action="store_true", help="draw the pipeline's schedule")
     parser.add_argument(
@@ -71,6 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n" + "\n".join(lines))
     if arguments.explain_layout:
         print_layout(description["layout"])
+        print_attention(description["attention"])
+        print_experts(description["experts"])
+        print_gathered(description["gathered"])
     if arguments.schedule_picture and schedule is not None:
         print(f"\n{picture(schedule)}\n\nF forward, B backward, W weights' gradients, . waiting; one column a tick")
     return 0
@@ -78,8 +83,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check_wanted(arguments: argparse.Namespace, mesh: Mesh) -> None:
     """Raise UsageError where something is asked for that the plan does not have."""
-    if arguments.explain_layout and mesh.size("tensor") == 1:
-        raise UsageError("can't explain a layout", "the plan has no tensor axis", "write tensor=2")
+    if arguments.explain_layout and mesh.places == 1:
+        raise UsageError(
+            "can't explain a layout", "the plan has no tensor axis, no context and no expert", "write tensor=2"
+        )
     if arguments.schedule_picture and mesh.size("pipeline") == 1:
         raise UsageError("can't draw the schedule", f"the plan {mesh} has no pipeline", "write pipeline=2")
 
@@ -87,6 +94,7 @@ def _check_wanted(arguments: argparse.Namespace, mesh: Mesh) -> None:
 def print_facts(plan: Plan, description: dict[str, Any], schedule: Schedule | None) -> None:
     """Print the plan as aligned lines."""
     mib = 2**20
+    mesh = Mesh.parse(plan.mesh)
     size = description["parameter_bytes"] / mib
     batch = f"{description['batch_size']} samples, {description['samples_per_rank']} on a rank"
     noun = "workers" if description["ranges"] else "ranks"
@@ -114,7 +122,10 @@ def print_facts(plan: Plan, description: dict[str, Any], schedule: Schedule | No
     if description["coupled"]:
         rows.append(("samples", f"meet in {description['coupled']}: a batch can't be cut without changing the result"))
     if description["traffic"] is None:
-        rows.append(("traffic", "depends on the data (sparse gradients, top-k or PowerSGD)"))
+        why = "sparse gradients, top-k or PowerSGD"
+        if mesh.size("expert") > 1 and mesh.size("tensor") > 1:
+            why = "tensor sums rows of experts, as many as the router sends"
+        rows.append(("traffic", f"depends on the data ({why})"))
     has_stages = len(description["share"]) > 1
     for row in description["traffic"] or []:
         rows.append((f"on stage {row['stage']}" if has_stages else "traffic", traffic_line(row)))
@@ -123,11 +134,44 @@ def print_facts(plan: Plan, description: dict[str, Any], schedule: Schedule | No
 
 def print_layout(lines: list[dict[str, Any]]) -> None:
     """Print what `tensor` makes of each weight, and why."""
+    if not lines:
+        return
     rows = []
     for line in lines:
         shape = "x".join(map(str, line["shape"])) or "scalar"
         rows.append((line["name"], shape, line["placement"], line["why"]))
     print("\n".join(["", *aligned(rows, "{:<}  {:>12}  {:<20} {}")]))
+
+
+def print_attention(found: list[dict[str, Any]]) -> None:
+    """Print how `context` shares each attention."""
+    if not found:
+        return
+    rows = [("attention in", "positions", "shared by", "work of ranks", "why")]
+    for line in found:
+        positions = f"{line['queries']}" if line["queries"] == line["keys"] else f"{line['queries']} to {line['keys']}"
+        work = " ".join(f"{share:.1%}" for share in line["work"]) or "all on each"
+        rows.append((line["module"], positions, line["way"], work, line["why"]))
+    print("\n".join(["", *aligned(rows, "{:<}  {:>}  {:<}  {:<}  {}")]))
+
+
+def print_experts(lines: list[dict[str, Any]]) -> None:
+    """Print how `expert` spreads each layer of experts."""
+    if not lines:
+        return
+    rows = [("experts in", "on a rank", "choices", "tokens", "weights", "why")]
+    for line in lines:
+        on_rank = f"{line['per_rank']} of {line['experts']}"
+        weights = ", ".join(name.removeprefix(f"{line['module']}.") for name in line["weights"])
+        rows.append((line["module"], on_rank, str(line["choices"]), line["way"], weights or "whole", line["why"]))
+    print("\n".join(["", *aligned(rows, "{:<}  {:<}  {:>}  {:<}  {:<}  {}")]))
+
+
+def print_gathered(gathered: dict[str, int]) -> None:
+    """Print what `context` or `expert` runs whole on every rank."""
+    if gathered:
+        print("\nwhole on every rank, as no rule says how to run it on a piece:")
+        print("\n".join(aligned([(f"{count}x", reason) for reason, count in gathered.items()], "  {:>} {}")))
 
 
 def facts_of(plan: Plan, model: dict[str, Any]) -> dict[str, Any]:
@@ -164,6 +208,9 @@ def facts_of(plan: Plan, model: dict[str, Any]) -> dict[str, Any]:
         "buffer_bytes": _bytes(model["buffers"]),
         "ranges": model.get("ranges", []),
         "layout": split.get("layout", []),
+        "attention": split.get("attention", []),
+        "experts": split.get("experts", []),
+        "gathered": split.get("gathered", {}),
         "share": split.get("share", []),
         "coupled": split.get("coupled", ""),
         "traffic": traffic_rows,

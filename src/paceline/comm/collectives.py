@@ -63,6 +63,17 @@ class _Work:
 
 
 @dataclass(slots=True)
+class _Works:
+    """Several that are under way."""
+
+    works: list[_Work]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+@dataclass(slots=True)
 class AxisComm:
     """This rank's place on one axis, and the process group of its peers there.
 
@@ -178,9 +189,14 @@ class AxisComm:
             receive_counts = self._exchange(send_counts, [1] * self.size, [1] * self.size).tolist()
             return self._exchange(tensor, list(splits), receive_counts), receive_counts
 
-    def all_to_all_sized(self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
-        """Send `send[i]` rows to rank i; return the rows received, in rank order: `receive[i]` come from rank i."""
-        self._enter("all_to_all", tensor)
+    def all_to_all_sized(
+        self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int], payload_bytes: int | None = None
+    ) -> torch.Tensor:
+        """Send `send[i]` rows to rank i; return the rows received, in rank order: `receive[i]` come from rank i.
+
+        The ledger counts `payload_bytes`, where how much is sent depends on values and can't be predicted.
+        """
+        self.ledger.add("all_to_all", self.axis, tensor.nbytes if payload_bytes is None else payload_bytes)
         with named_failure("all_to_all", self.axis):
             return self._exchange(tensor, list(send), list(receive))
 
@@ -192,6 +208,21 @@ class AxisComm:
             work = dist.isend(tensor, self.peers[to], group=self.group, tag=tag)
         # The handle keeps the tensor: nobody else may hold it until it has been sent.
         return _Work(work, self.axis, "send", tensor, message)  # type: ignore[arg-type]
+
+    def begin_shift(self, tensor: torch.Tensor, to: int, into: torch.Tensor, source: int) -> Pending:
+        """Start to send `tensor` to the rank with index `to` and to fill `into` with what comes from `source`.
+
+        In one call: of NCCL's sends and receives between the same ranks, those that aren't grouped wait for each other.
+        """
+        self._enter("send", tensor)
+        with named_failure("send", self.axis, Message(self.peers[to], 0)):
+            works = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, tensor, self.peers[to], self.group),
+                    dist.P2POp(dist.irecv, into, self.peers[source], self.group),
+                ]
+            )
+        return _Works([_Work(work, self.axis, "send", tensor, Message(self.peers[source], 0)) for work in works])
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
         """Fill `tensor` with what the rank with index `source` sent under `tag`."""

@@ -27,13 +27,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import WorkloadError
-from paceline.nouns.shard_spec import chunk_range
+from paceline.nouns.shard_spec import block_range, chunk_range, total_of
 
 Pieces = tuple[int, tuple[int, ...]]  # the dimension that is split and its blocks
 
 
-def _is_dry(tensor: torch.Tensor) -> bool:
-    """True if only shapes are wanted. False in a simulation, where the process group is fake too."""
+def is_dry(tensor: torch.Tensor) -> bool:
+    """Return True if only shapes are wanted. False in a simulation, where the process group is fake too."""
     if not isinstance(tensor, FakeTensor):
         return False
     # torch's fake process group does nothing, so the real code path runs on fake tensors.
@@ -46,9 +46,9 @@ def piece_ranges(blocks: tuple[int, ...], rank: int, num_ranks: int) -> list[tup
     ranges = []
     block_start = 0
     for block in blocks:
-        start, stop = chunk_range(block, rank, num_ranks)
+        start, stop = block_range(block, rank, num_ranks)
         ranges.append((block_start + start, block_start + stop))
-        block_start += block
+        block_start += abs(block)
     return ranges
 
 
@@ -63,15 +63,17 @@ def take_piece(whole: torch.Tensor, pieces: Pieces, rank: int, num_ranks: int) -
 
 def _all_gather(piece: torch.Tensor, pieces: Pieces, comm: AxisComm) -> torch.Tensor:
     dim, blocks = pieces
+    if piece.dtype == torch.bool:  # which Gloo does not send
+        return _all_gather(piece.view(torch.uint8), pieces, comm).view(torch.bool)
     shape = list(piece.shape)
-    shape[dim] = sum(blocks)
-    if _is_dry(piece):
+    shape[dim] = total_of(blocks)
+    if is_dry(piece):
         comm.ledger.add("all_gather", comm.axis, piece.nbytes)
         return piece.new_empty(shape)
     # All ranks know all lengths, from blocks and ranks: they need not be exchanged.
     lengths = [_length(blocks, rank, comm.size) for rank in range(comm.size)]
     gathered = comm.all_gather_along(piece, lengths, dim)
-    if len(blocks) == 1:
+    if len(blocks) == 1 and blocks[0] >= 0:
         return torch.cat(gathered, dim)
     full = piece.new_empty(shape)  # each rank has a piece of every block, so they can't just be joined
     for rank, values in enumerate(gathered):
@@ -84,7 +86,7 @@ def _all_gather(piece: torch.Tensor, pieces: Pieces, comm: AxisComm) -> torch.Te
 
 def _reduce_scatter(partial: torch.Tensor, pieces: Pieces, comm: AxisComm) -> torch.Tensor:
     dim, blocks = pieces
-    if _is_dry(partial):
+    if is_dry(partial):
         comm.ledger.add("reduce_scatter", comm.axis, partial.nbytes)
         shape = list(partial.shape)
         shape[dim] = _length(blocks, comm.rank, comm.size)
@@ -94,7 +96,7 @@ def _reduce_scatter(partial: torch.Tensor, pieces: Pieces, comm: AxisComm) -> to
 
 
 def _all_reduce(tensor: torch.Tensor, comm: AxisComm) -> torch.Tensor:
-    if _is_dry(tensor):
+    if is_dry(tensor):
         comm.ledger.add("all_reduce", comm.axis, tensor.nbytes)
         return tensor.clone()
     # A copy: autograd may still need the input, and Gloo and NCCL want it contiguous.
@@ -240,7 +242,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         start, stop = chunk_range(classes, comm.rank, comm.size)
         wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        if _is_dry(scores):
+        if is_dry(scores):
             largest = wide.new_empty(len(labels))  # (rows,)
             sums = wide.new_empty(2, len(labels))
             comm.ledger.add("all_reduce", comm.axis, largest.nbytes)
@@ -277,7 +279,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
             )
         probabilities, local_labels, is_local = ctx.saved_tensors
         (gradient,) = gradients
-        if _is_dry(gradient):
+        if is_dry(gradient):
             return probabilities.to(ctx.dtype), None, None, None, None
         result = probabilities.clone()
         if result.shape[1]:
@@ -288,17 +290,21 @@ class _SplitCrossEntropy(torch.autograd.Function):
 
 
 def split_dropout(
-    tensor: torch.Tensor, share: float, is_training: bool, shape: tuple[int, ...], place: tuple[Pieces, int, int]
+    tensor: torch.Tensor, share: float, is_training: bool, shape: tuple[int, ...], *places: tuple[Pieces, int, int]
 ) -> torch.Tensor:
-    """Apply dropout to a split tensor: draw for the full `shape`, as one rank would, and use this rank's piece."""
+    """Apply dropout to a split tensor: draw for the full `shape`, as one rank would, and use this rank's piece.
+
+    `places` are of the axes that split it, one after another: each takes its piece of what the one before left.
+    """
     if not is_training or share == 0:
         return tensor
     if share == 1:
         return tensor * 0
     # Every rank draws all of it from the same stream, so the stream also stays equal on all ranks.
     noise = torch.empty(shape, dtype=tensor.dtype, device=tensor.device).bernoulli_(1 - share).div_(1 - share)
-    pieces, part, parts = place
-    return tensor * take_piece(noise, pieces, part, parts)
+    for pieces, part, parts in places:
+        noise = take_piece(noise, pieces, part, parts)
+    return tensor * noise
 
 
 def attention_weights(

@@ -21,6 +21,14 @@ _AXIS_MEANING = {
     "pipeline": ("a stage of the model", "activations from stage to stage"),
     "replicate": ("the whole model, a part of the batch", "gradients, once per step"),
     "shard": ("rows of every parameter, a part of the batch", "parameters before they are used, gradients"),
+    "expert": (
+        "some experts of each layer, a part of the batch",
+        "rows to their experts and back; gradients, once per step",
+    ),
+    "context": (
+        "the whole model, some positions of every sequence",
+        "keys and values or heads, in each attention; gradients, once per step",
+    ),
     "tensor": ("pieces of layers", "activations, several times per block"),
 }
 MEMORY_KINDS = ("parameters", "buffers", "gradients", "optimizer state", "rest")

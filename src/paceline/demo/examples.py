@@ -9,6 +9,7 @@ the first cell of the notebook, says in its first line what it shows, and may sh
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import itertools
 import json
@@ -186,7 +187,13 @@ def _docstring(path: Path) -> str:
     if path.suffix == _NOTEBOOK:
         first = json.loads(path.read_text(encoding="utf-8"))["cells"][0]
         return "".join(first["source"]).lstrip("# ")
-    return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return ast.get_docstring(_parsed(path)) or ""
+
+
+@functools.cache
+def _parsed(path: Path) -> ast.Module:
+    """Return a file's syntax tree; each file is asked about several times."""
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def _summary(path: Path) -> str:
@@ -214,7 +221,7 @@ def _needs(paths: list[Path]) -> tuple[str, ...]:
 def _imports(path: Path) -> set[str]:
     """Return the modules and packages that a file imports at once, by their first names; also where it tries to."""
     found: set[str] = set()
-    body = ast.parse(path.read_text(encoding="utf-8")).body
+    body = _parsed(path).body
     for node in itertools.chain(body, *(each.body for each in body if isinstance(each, ast.Try))):
         if isinstance(node, ast.Import):
             found.update(alias.name.partition(".")[0] for alias in node.names)

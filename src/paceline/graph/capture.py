@@ -41,6 +41,7 @@ from paceline.graph.functional import (
 from paceline.graph.grouped_mm import register_fake
 from paceline.graph.kept_values import InitialState, PythonStateWatch
 from paceline.graph.refused_calls import effects_as_written
+from paceline.graph.transformers_hooks import install_recording_hooks
 from paceline.graph.writes import Write, WriteLog, check_same_writes, run_on_fakes, wants_gradient, written_inputs
 from paceline.nouns.errors import PacelineError, WorkloadError
 
@@ -120,6 +121,7 @@ def capture(model: torch.nn.Module, function: Function, batch: Any, device: torc
             replaces a buffer instead of writing into it.
     """
     register_fake()
+    install_recording_hooks(model)
     fake = FakeTensorMode(allow_non_fake_inputs=True)  # tensors that the code makes of plain numbers are real
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     trained = {name for name, tensor in tensors.items() if tensor.requires_grad}
@@ -137,6 +139,7 @@ def capture(model: torch.nn.Module, function: Function, batch: Any, device: torc
     # Nor are values that the code keeps in Python from call to call. Where some are suspected, later calls are traced
     # too.
     _check_next_call(call, traced, device, fake)
+    call.batch = None  # `rebuild` keeps the call, and the graph needs no batch's memory
     traced.graph.set_codegen(fx.graph.CodeGen())  # flat arguments, no trees
     placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
     # `_TracedCall` takes (states, inputs): so the placeholders are the states, in the order of `tensors`, then the

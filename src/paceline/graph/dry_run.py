@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from paceline.graph.writes import wants_gradient
 def dry_run(
     captured: Captured,
     shapes: Mapping[str, tuple[int, ...]],
-    comm: AxisComm,
+    comms: Sequence[AxisComm],
     precision: torch.dtype | None = None,
     with_backward: bool = False,
 ) -> Ledger:
@@ -29,7 +29,7 @@ def dry_run(
     Args:
         captured: the graph; its placeholders' `meta` says dtypes and full shapes.
         shapes: the states' local shapes.
-        comm: the axis that the graph talks on; nothing is sent.
+        comms: the axes that the graph talks on; nothing is sent.
         precision: run under autocast to this dtype.
         with_backward: also run the first output's backward pass.
 
@@ -37,26 +37,35 @@ def dry_run(
         What a rank would enter in the ledger.
     """
     mode = mode_of(captured)
-    ledger_before = comm.ledger
-    comm.ledger = Ledger()
     values: dict[fx.Node, Any] = {}
     names = {node: name for name, node in captured.states.items()}
+    with ledger_of(comms) as ledger, mode, ExitStack() as stack:
+        if precision is not None:
+            device = captured.device.type
+            stack.enter_context(torch.autocast(device, dtype=precision))
+        for node in captured.graph.nodes:
+            values[node] = _value(node, values, captured, names, shapes, mode)
+            node.meta["flows"] = wants_gradient(values[node])
+            node.meta["val"] = _detached(values[node])
+        if with_backward:
+            first = captured.output[0]
+            if values[first].requires_grad:
+                values[first].backward()
+    return ledger
+
+
+@contextmanager
+def ledger_of(comms: Sequence[AxisComm]) -> Iterator[Ledger]:
+    """Enter what these axes talk in a ledger of its own, which is returned, and not in theirs."""
+    ledger = Ledger()
+    before = [comm.ledger for comm in comms]
+    for comm in comms:
+        comm.ledger = ledger
     try:
-        with mode, ExitStack() as stack:
-            if precision is not None:
-                device = captured.device.type
-                stack.enter_context(torch.autocast(device, dtype=precision))
-            for node in captured.graph.nodes:
-                values[node] = _value(node, values, captured, names, shapes, mode)
-                node.meta["flows"] = wants_gradient(values[node])
-                node.meta["val"] = _detached(values[node])
-            if with_backward:
-                first = captured.output[0]
-                if values[first].requires_grad:
-                    values[first].backward()
-        return comm.ledger
+        yield ledger
     finally:
-        comm.ledger = ledger_before
+        for comm, own in zip(comms, before, strict=True):
+            comm.ledger = own
 
 
 def mode_of(captured: Captured) -> FakeTensorMode:
@@ -126,28 +135,20 @@ def stage_traffic(
         recompute: wraps what is computed again in the backward pass.
         precision: run under autocast to this dtype.
     """
-    ledger = Ledger()
-    # Collectives on fake tensors send nothing, but enter themselves in the ledger of their axis.
-    ledgers_before = [comm.ledger for comm in comms]
-    for comm in comms:
-        comm.ledger = ledger
     module = fx.GraphModule(captured.constants, stage.graph)
-    try:
-        with mode_of(captured) as mode:
-            mode.allow_non_fake_inputs = True
-            states = [fake_state(captured, name, shapes[name]) for name in stage.states]
-            inputs = [captured.inputs[index].meta["val"] for index in stage.inputs]
-            received = []
-            for value, flows in zip(stage.received, stage.has_gradient, strict=True):
-                received.append(torch.empty_like(value).requires_grad_(flows))
-            with torch.autocast(captured.device.type, dtype=precision, enabled=precision is not None):
-                outputs = recompute(module)(*states, *inputs, *received)
-            roots = [output for output in outputs if isinstance(output, torch.Tensor) and output.requires_grad]
-            if not stage.sent:
-                roots = roots[:1]  # the loss, without what else the function returns
-            if roots:
-                torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-    finally:
-        for comm, ledger_before in zip(comms, ledgers_before, strict=True):
-            comm.ledger = ledger_before
+    # Collectives on fake tensors send nothing, but enter themselves in the ledger of their axis.
+    with ledger_of(comms) as ledger, mode_of(captured) as mode:
+        mode.allow_non_fake_inputs = True
+        states = [fake_state(captured, name, shapes[name]) for name in stage.states]
+        inputs = [captured.inputs[index].meta["val"] for index in stage.inputs]
+        received = []
+        for value, flows in zip(stage.received, stage.has_gradient, strict=True):
+            received.append(torch.empty_like(value).requires_grad_(flows))
+        with torch.autocast(captured.device.type, dtype=precision, enabled=precision is not None):
+            outputs = recompute(module)(*states, *inputs, *received)
+        roots = [output for output in outputs if isinstance(output, torch.Tensor) and output.requires_grad]
+        if not stage.sent:
+            roots = roots[:1]  # the loss, without what else the function returns
+        if roots:
+            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
     return ledger

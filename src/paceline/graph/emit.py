@@ -33,12 +33,12 @@ def emit(
     The new graph's placeholders have the old names and local shapes. What `stages` keeps apart shares no
     conversion.
     """
-    emitter = _Emitter(captured, layout, exchanges, stages or {})
+    emitter = Emitter(captured, layout, exchanges, stages or {})
     return emitter.run(), emitter.origin
 
 
 @dataclass(slots=True)
-class _Emitter:
+class Emitter:
     """Writes the graph of one rank, node by node.
 
     Attributes:
@@ -48,6 +48,8 @@ class _Emitter:
         module_path, no_grad: as those of `Captured`, of the new nodes.
         origin: for each new node the old one that it was made for.
         current: the old node under way.
+        axis_of_placement: where each new node's `meta` has its placement.
+        unordered: old nodes whose rows lie in another order on this rank: nobody can hold them against one rank's.
     """
 
     captured: Captured
@@ -62,13 +64,17 @@ class _Emitter:
     no_grad: set[fx.Node] = field(default_factory=set)
     origin: dict[fx.Node, fx.Node] = field(default_factory=dict)
     current: fx.Node | None = None
+    axis_of_placement: str = "lies"
+    unordered: set[fx.Node] = field(default_factory=set)
 
     @property
     def rank(self) -> int:
+        """This rank's place on the axis."""
         return self.exchanges.comm.rank
 
     @property
     def num_ranks(self) -> int:
+        """Ranks on the axis."""
         return self.exchanges.comm.size
 
     def run(self) -> Captured:
@@ -80,7 +86,7 @@ class _Emitter:
                 copied = self.graph.node_copy(node, lambda old: self.new_nodes[old])
                 self._register(node, copied, self._placement_of_state(node))
             elif node.op == "output":
-                self.graph.output(fx.node.map_arg(node.args[0], lambda old: self._with_placement(old, None, False)))
+                self.graph.output(self._result(node))
             elif node.target is operator.getitem:
                 self._emit_getitem(node)
             else:
@@ -99,6 +105,10 @@ class _Emitter:
             self.no_grad,
             old_graph.log,
         )
+
+    def _result(self, output: fx.Node) -> Any:
+        """Return what the graph returns, made whole."""
+        return fx.node.map_arg(output.args[0], lambda old: self._with_placement(old, None, False))
 
     def _placement_of_state(self, node: fx.Node) -> Placement:
         for name, state in self.captured.states.items():
@@ -122,8 +132,14 @@ class _Emitter:
         self.placements[old] = placement
         self._note(new)
         if isinstance(new, fx.Node):
-            new.meta["original"] = old.name
-            new.meta["lies"] = placement
+            # An exchange of a graph that was emitted before has none.
+            if "original" in old.meta and old not in self.unordered:
+                new.meta["original"] = old.meta["original"]
+            for earlier in ("lies_on_context", "lies_on_expert"):
+                if earlier in old.meta:
+                    new.meta[earlier] = old.meta[earlier]
+            if old not in self.unordered:
+                new.meta[self.axis_of_placement] = placement
 
     def _note(self, new: Any) -> None:
         """Note for which old node, in which module and whether under `torch.no_grad` a new node was made."""
@@ -183,8 +199,11 @@ class _Emitter:
         # All ranks of the axis share a random stream: each draws the whole mask and keeps its piece.
         if choice.is_split and node.target in _RANDOM:
             assert isinstance(choice.output, Split)
-            place = (_pieces(choice.output), self.rank, self.num_ranks)
+            place = (pieces_of(choice.output), self.rank, self.num_ranks)
             return self._call(split_dropout, *arguments, shape_of(node), place)
+        if choice.is_split and node.target is split_dropout:  # of a sequence that `context` has split before
+            assert isinstance(choice.output, Split)
+            return self._call(split_dropout, *arguments, (pieces_of(choice.output), self.rank, self.num_ranks))
         if choice.is_split and node.target is aten.scaled_dot_product_attention.default and _dropout_of(node):
             return self._attention_with_dropout(node, choice, arguments, named)
         if choice.is_split and node.target is aten._grouped_mm.default:
@@ -213,9 +232,9 @@ class _Emitter:
             by_name.get("scale"),
         )
         weights_shape = (*query[:-1], key[-2])  # (.., positions of the query, positions of the key)
-        place = (_pieces(choice.output), self.rank, self.num_ranks)
+        place = (pieces_of(choice.output), self.rank, self.num_ranks)
         dropped = self._call(split_dropout, weights, _dropout_of(node), True, weights_shape, place)
-        dropped.meta["lies"] = choice.output
+        dropped.meta[self.axis_of_placement] = choice.output
         return self._call(attention_values, dropped, by_name["value"])
 
     def _vocabulary_loss(self, node: fx.Node, sources: list[Any]) -> fx.Node:
@@ -247,8 +266,12 @@ class _Emitter:
         if choice.after == "sum":
             new = self._call(self.exchanges.reduce_from_group, new)
         else:
-            pieces = _pieces(choice.output) if isinstance(choice.output, Split) else None
+            pieces = pieces_of(choice.output) if isinstance(choice.output, Split) else None
             new = self._call(self.exchanges.reduce_scatter_to_group, new, pieces)
+        return self._with_bias(node, choice, new, sources)
+
+    def _with_bias(self, node: fx.Node, choice: Choice, new: fx.Node, sources: list[Any]) -> fx.Node:
+        """Add the bias of a product whose parts have been summed."""
         if choice.kind != "plain":
             return new
         spec = spec_of(node)
@@ -291,13 +314,13 @@ class _Emitter:
             return self._call(self.exchanges.copy_to_group, value) if _is_float(old) else value
         if current is None:
             assert wanted is not None
-            return self._call(self.exchanges.scatter_to_group, value, _pieces(wanted))
+            return self._call(self.exchanges.scatter_to_group, value, pieces_of(wanted))
         if wanted is None:
             gather = self.exchanges.gather_with_partial_grad if is_grad_partial else self.exchanges.gather_from_group
-            return self._call(gather, value, _pieces(current))
+            return self._call(gather, value, pieces_of(current))
         # From one split to another: gather, then keep the new piece.
-        gathered = self._call(self.exchanges.gather_with_partial_grad, value, _pieces(current))
-        return self._call(self.exchanges.slice_with_partial_grad, gathered, _pieces(wanted))
+        gathered = self._call(self.exchanges.gather_with_partial_grad, value, pieces_of(current))
+        return self._call(self.exchanges.slice_with_partial_grad, gathered, pieces_of(wanted))
 
 
 def _dropout_of(attention: fx.Node) -> float:
@@ -306,7 +329,8 @@ def _dropout_of(attention: fx.Node) -> float:
     return float(share)
 
 
-def _pieces(split: Split) -> Pieces:
+def pieces_of(split: Split) -> Pieces:
+    """Return a split as exchanges take it."""
     return split.dim, split.blocks
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from paceline.graph.capture import Captured
+from paceline.graph.find_experts import Experts, find_experts, is_counted_for_others
 from paceline.graph.functional import written_groups
 from paceline.graph.labels import tensor_inputs
 from paceline.graph.placement import Split
@@ -49,13 +50,16 @@ def coupled_at(captured: Captured) -> fx.Node | None:
         return None
     placements: dict[fx.Node, Any] = {}
     for node in captured.inputs:
-        shape = tuple(node.meta["val"].shape)
-        if shape and shape[0] == samples:
+        if node.meta["val"].shape[:1] == (samples,):
             placements[node] = Split(0, (samples,))
     written = written_groups(captured.graph)
+    layers = {node: layer for layer in find_experts(captured) for node in layer.roles}
     batch_norm = None
     for node in captured.graph.nodes:
-        if node.op != "call_function" or _follow(node, placements, samples, node in written):
+        if node.op != "call_function" or _keeps_tokens_apart(node, layers.get(node), placements):
+            continue
+        is_counted = node in layers and is_counted_for_others(node, layers[node])  # the rows of all samples
+        if not is_counted and _follow(node, placements, samples, node in written):
             continue
         if node.target is not aten.batch_norm.default:
             return node  # type: ignore[no-any-return]
@@ -67,6 +71,24 @@ def coupled_at(captured: Captured) -> fx.Node | None:
     if isinstance(loss, fx.Node) and loss.op == "call_function" and placements.get(loss) != _SUM:
         return loss  # it counts once for each part: a penalty on the weights alone
     return batch_norm
+
+
+def _keeps_tokens_apart(node: fx.Node, layer: Experts | None, placements: dict[fx.Node, Any]) -> bool:
+    """Follow the tokens of a layer of experts, each of which is computed by itself, in whatever order they lie.
+
+    True if what comes in from outside has the samples along its rows.
+    """
+    if layer is None or is_counted_for_others(node, layer):
+        return False
+    for source in node.all_input_nodes:
+        if source not in layer.roles and source in layer.aligned:
+            if placements.get(source) != Split(0, (layer.aligned[source],)):
+                return False
+        elif source in placements:
+            return False
+    if layer.roles[node].kind == "restored":
+        placements[node] = Split(0, (node.meta["val"].shape[0],))
+    return True
 
 
 def _follow(node: fx.Node, placements: dict[fx.Node, Any], samples: int, is_written: bool) -> bool:

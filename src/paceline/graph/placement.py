@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from paceline.nouns.shard_spec import Cut, ShardSpec, chunk_range
+from paceline.nouns.shard_spec import Cut, ShardSpec, block_range, total_of
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A split along `dim`, each of its `blocks` by itself (see `nouns/shard_spec.py`)."""
+    """A split along `dim`, each of its `blocks` by itself (see `nouns/shard_spec.py`; negative: `block_range`)."""
 
     dim: int
     blocks: tuple[int, ...]
 
     def size(self, rank: int, num_ranks: int) -> int:
         """Return how much of the dimension piece `rank` has."""
-        ranges = [chunk_range(block, rank, num_ranks) for block in self.blocks]
+        ranges = [block_range(block, rank, num_ranks) for block in self.blocks]
         return sum(stop - start for start, stop in ranges)
 
     def local_shape(self, shape: tuple[int, ...], rank: int, num_ranks: int) -> tuple[int, ...]:
@@ -61,11 +61,11 @@ def unflattened(blocks: tuple[int, ...], shape: tuple[int, ...], num_ranks: int)
             continue
         first = blocks[: len(blocks) // outer]
         # Each index of the dimensions before must repeat the same blocks, and they must fill the dimension.
-        if blocks != first * outer or sum(first) != shape[dim] * inner:
+        if blocks != first * outer or total_of(first) != shape[dim] * inner:
             continue
         if any(block % inner for block in first):
             continue
-        candidate = Split(dim, tuple(block // inner for block in first))
+        candidate = Split(dim, tuple(block // inner for block in first))  # without a rest: also of negative ones
         if inner == 1 or candidate.is_even(num_ranks):
             return candidate
     return None

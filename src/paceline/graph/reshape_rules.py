@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from paceline.graph.placement import Split, flattened, unflattened
+from paceline.nouns.shard_spec import total_of
 
 aten = torch.ops.aten
 _MOST_BLOCKS = 8  # that a reshape may take a fused matrix apart into
@@ -97,9 +98,11 @@ def _reshape(node: fx.Node, split: Split, num_ranks: int) -> Carried:
             carried = unflattened(flattened(inside, before[first:last]), after[out_first:out_last], num_ranks)
             if carried is None:
                 return None
+            # Uneven pieces of the old dimensions and of the new ones end at different elements, unless both are last
+            # in their runs: then they end where the dimension ends.
+            is_last = split.dim == last - 1 and carried.dim == out_last - out_first - 1
             is_regrouped = last - first > 1 or out_last - out_first > 1
-            # Uneven pieces of the old dimensions and of the new ones end at different elements.
-            if is_regrouped and not split.is_even(num_ranks):
+            if is_regrouped and not is_last and not split.is_even(num_ranks):
                 return None
             return Split(carried.dim + out_first, carried.blocks)
     return None
@@ -206,7 +209,7 @@ def _sliced_blocks(node: fx.Node, split: Split) -> tuple[int, int] | None:
     if step not in (None, 1) or not isinstance(start, int | None) or not isinstance(stop, int | None):
         return None
     first, last, _ = slice(start, stop).indices(size)
-    edges = [0, *itertools.accumulate(split.blocks)]
+    edges = [0, *itertools.accumulate(map(abs, split.blocks))]
     if first not in edges or last not in edges or last <= first:
         return None
     return edges.index(first), edges.index(last) - edges.index(first)
@@ -222,9 +225,9 @@ def _split(node: fx.Node, split: Split, num_ranks: int) -> Carried:
     for output in outputs:
         taken: list[int] = []
         # Each output takes whole blocks, so that a rank's piece of it is part of the rank's piece of the input.
-        while remaining and sum(taken) < output.shape[dim]:
+        while remaining and total_of(taken) < output.shape[dim]:
             taken.append(remaining.pop(0))
-        if sum(taken) != output.shape[dim]:  # it cuts a block
+        if total_of(taken) != output.shape[dim]:  # it cuts a block
             return None
         pieces.append(Split(dim, tuple(taken)))
     return pieces

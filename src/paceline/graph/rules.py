@@ -27,6 +27,7 @@ from paceline.graph.labels import (
     unless_broadcast,
 )
 from paceline.graph.reshape_rules import shape_of
+from paceline.graph.rules_context import sequence_exchange
 from paceline.graph.rules_reduce import cross_entropy, pairwise_loss, reduce, sum_all, vector_norm
 
 aten = torch.ops.aten
@@ -39,7 +40,7 @@ def spec_of(node: fx.Node) -> Spec | None:
         return rule(node)
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
-        return None
+        return sequence_exchange(node)
     # torch tags its own element-wise operations, so most need no rule here.
     if torch.Tag.pointwise in target.tags or target._schema.name.removeprefix("aten::") in _ALSO_POINTWISE:
         return pointwise(node)
@@ -278,7 +279,10 @@ def _pool(node: fx.Node) -> Spec:
 
 def _embedding(node: fx.Node) -> Spec:
     _, indices = tensor_inputs(node)
-    outer = outer_labels(len(shape_of(indices)))
+    rank = len(shape_of(indices))
+    outer: tuple[str | None, ...] = outer_labels(rank)
+    if argument(node, 3, "scale_grad_by_freq", False):  # gradients are divided by how often a row is used in all
+        outer = (None,) * rank
     # table (rows e), indices (..) -> (.. e); for rows see `_vocabulary_embedding`
     return Spec(((None, "e"), outer), (*outer, "e"))
 

@@ -34,8 +34,9 @@ class Choice:
         output: how the output lies (a tuple for several).
         is_split: whether ranks compute different things, so that whole inputs get gradients in parts.
         after: the collective that follows: "sum", or "scatter" along the output's split dimension.
-        kind: "plain", "vocabulary embedding" or "vocabulary loss".
+        kind: "plain", "vocabulary embedding" or "vocabulary loss"; others under `context` (`context_layout.py`).
         cost: of the node itself and the collective after it.
+        start: of a sequence that is moved, the position of the old one at which the new one begins.
     """
 
     inputs: tuple[Placement, ...]
@@ -44,6 +45,7 @@ class Choice:
     cost: float
     after: str | None = None
     kind: str = "plain"
+    start: int = 0
 
 
 @dataclass(frozen=True, slots=True)

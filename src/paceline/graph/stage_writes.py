@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from paceline.comm.collectives import AxisComm
-from paceline.comm.ledger import Ledger
 from paceline.graph.capture import Captured
-from paceline.graph.dry_run import fake_state, mode_of
+from paceline.graph.dry_run import fake_state, ledger_of, mode_of
 from paceline.graph.stages import Stage
 from paceline.graph.writes import Write, check_same_writes, run_on_fakes
 from paceline.nouns.errors import WorkloadError
@@ -19,7 +18,7 @@ def check_stage_writes(
     stages: Sequence[Stage],
     captured: Captured,
     shapes: Mapping[str, tuple[int, ...]],
-    comm: AxisComm,
+    comms: Sequence[AxisComm],
     precision: torch.dtype | None = None,
 ) -> None:
     """Raise WorkloadError unless the stages, one after another, write what the model's code wrote.
@@ -28,21 +27,17 @@ def check_stage_writes(
         stages: all of them, cut out of `captured`.
         captured: the graph, with the log of what the code wrote.
         shapes: the states' local shapes.
-        comm: the axis that the graphs talk on; nothing is sent.
+        comms: the axes that the graphs talk on; nothing is sent.
         precision: run under autocast to this dtype.
     """
     # Most models write nothing: the check costs them nothing.
     if not captured.log:
         return
     writes: list[Write] = []
-    ledger_before = comm.ledger
-    comm.ledger = Ledger()
-    try:
-        with mode_of(captured), torch.autocast(captured.device.type, dtype=precision, enabled=precision is not None):
-            for stage in stages:
-                writes += _writes_of(stage, captured, shapes)
-    finally:
-        comm.ledger = ledger_before
+    autocast = torch.autocast(captured.device.type, dtype=precision, enabled=precision is not None)
+    with ledger_of(comms), mode_of(captured), autocast:
+        for stage in stages:
+            writes += _writes_of(stage, captured, shapes)
     check_same_writes(captured.log, writes, "the graph of this rank")
     # Two stages hold copies of the same buffer: what one writes, the other would not read.
     for state in dict.fromkeys(write.state for write in captured.log):

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from paceline.graph.capture import Captured
+from paceline.graph.find_experts import find_experts
 from paceline.graph.functional import state_groups, written_groups
 from paceline.graph.labels import node_order, tensor_inputs
 from paceline.graph.layout import gradients_of
@@ -415,7 +416,8 @@ def _crossing_bytes(captured: Captured, nodes: list[fx.Node]) -> list[float]:
 def _tied_together(captured: Captured, index_of: Mapping[fx.Node, int]) -> list[list[int]]:
     """Return the groups of operations that one stage must run, as indices.
 
-    These are the operations that share memory which is written, and all that touch such a state.
+    These are the operations that share memory which is written, all that touch such a state, and layers of experts:
+    under `expert` nobody knows before how many rows they have.
     """
     groups: dict[int, list[int]] = {}
     for node, shared in written_groups(captured.graph).items():
@@ -426,7 +428,8 @@ def _tied_together(captured: Captured, index_of: Mapping[fx.Node, int]) -> list[
             continue
         for shared in memories:  # no other stage has what was written
             groups.setdefault(shared, []).append(index_of[node])
-    return list(groups.values())
+    layers = [[index_of[node] for node in layer.roles if node in index_of] for layer in find_experts(captured)]
+    return [*groups.values(), *layers]
 
 
 def _good_places(crossing: list[float], work_before: list[float]) -> list[int]:

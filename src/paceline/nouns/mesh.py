@@ -8,7 +8,7 @@ fastest links.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.nouns.errors import MeshError, did_you_mean
@@ -46,6 +46,10 @@ AXIS_TABLE = (
          runs_graphs=False, sums_gradients_by="all_reduce"),
     Axis("shard", "fsdp", splits_batch=True, cuts_parameters=True, spreads_parameters=True,
          runs_graphs=False, sums_gradients_by="reduce_scatter"),
+    Axis("expert", "ep", splits_batch=False, cuts_parameters=True, spreads_parameters=True,
+         runs_graphs=True, sums_gradients_by="all_reduce"),
+    Axis("context", "cp", splits_batch=False, cuts_parameters=False, spreads_parameters=False,
+         runs_graphs=True, sums_gradients_by="all_reduce"),
     Axis("tensor", "tp", splits_batch=False, cuts_parameters=True, spreads_parameters=True,
          runs_graphs=True, sums_gradients_by="all_reduce"),
 )  # fmt: skip
@@ -56,6 +60,12 @@ DATA_AXES = tuple(axis.name for axis in AXIS_TABLE if axis.splits_batch)
 # Innermost first: where several axes cut a parameter, the innermost has cut it first.
 CUTTING_AXES = tuple(axis.name for axis in reversed(AXIS_TABLE) if axis.cuts_parameters)
 SPREADING_AXES = tuple(axis.name for axis in reversed(AXIS_TABLE) if axis.spreads_parameters)
+# Whose ranks hold the same parameters and parts of the same gradients, which one sum makes whole.
+GRADIENT_AXES = ("replicate", "expert", "context")
+# The same for the weights of experts, of which each rank of `expert` has others.
+EXPERT_GRADIENT_AXES = ("replicate", "context")
+# Whose ranks run graphs of the same samples, outermost first.
+PLACE_AXES = ("expert", "context", "tensor")
 GRAPH_AXES = tuple(axis.name for axis in reversed(AXIS_TABLE) if axis.runs_graphs)
 
 
@@ -146,9 +156,28 @@ class Mesh:
         """Return the number of the random stream that `rank` draws dropout masks from.
 
         Ranks with other samples and ranks of other pipeline stages have streams of their own. The ranks of one
-        `tensor` group share one: each draws the mask of the whole tensor and uses its piece.
+        `tensor`, `context` or `expert` group share one: each draws the mask of the whole tensor and uses its piece.
         """
         return self.data_part(rank) + self.data_size * self.coordinate(rank)["pipeline"]
+
+    @property
+    def places(self) -> int:
+        """Ranks that run graphs of the same samples and the same stages."""
+        return math.prod(self.size(axis) for axis in PLACE_AXES)
+
+    def place_of(self, at: Mapping[str, int]) -> int:
+        """Return the number of a coordinate among the `places`."""
+        place = 0
+        for axis in PLACE_AXES:
+            place = place * self.size(axis) + at[axis]
+        return place
+
+    def at_place(self, place: int) -> dict[str, int]:
+        """Return the coordinate of one of the `places`."""
+        at = {}
+        for axis in reversed(PLACE_AXES):
+            place, at[axis] = divmod(place, self.size(axis))
+        return at
 
     def check_fits(self, world_size: int) -> None:
         """Raise MeshError unless the mesh covers exactly `world_size` ranks."""

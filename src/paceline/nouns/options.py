@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.nouns.errors import PlanError
-from paceline.nouns.mesh import GRAPH_AXES, Mesh
+from paceline.nouns.mesh import GRADIENT_AXES, GRAPH_AXES, Mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,7 @@ SCOPES = {
     "zero": Scope(("shard",), beside_split=(1,)),
     "offload": Scope(("shard",), neutral=("off",), beside_split=("off",)),
     "sequence": Scope(("tensor",), neutral=("off",)),
+    "context_by": Scope(("context",), neutral=("auto",)),
     "schedule": Scope(("pipeline",)),
     "micro_batches": Scope(("pipeline",), neutral=(0,)),
     "checkpointing": Scope(),
@@ -45,9 +46,9 @@ SCOPES = {
     "staleness": Scope(of_servers=True, neutral=(0,)),
     "deadline": Scope(of_servers=True, neutral=(0,)),
     "replicas": Scope(of_servers=True),
-    "transport": Scope(("replicate",), neutral=("auto",)),
-    "compression": Scope(("replicate", "shard"), neutral=("none",)),
-    "bucket_bytes": Scope(("replicate",)),
+    "transport": Scope(("replicate", "expert", "context"), neutral=("auto",)),
+    "compression": Scope(("replicate", "shard", "expert", "context"), neutral=("none",)),
+    "bucket_bytes": Scope(("replicate", "expert", "context")),
     "checkpoint_every": Scope(),
     "keep": Scope(),
     "copy_to": Scope(neutral=("",)),
@@ -101,7 +102,7 @@ def _check_beside_split(name: str, value: Any, mesh: Mesh) -> None:
             "there shard splits optimizer state on the rank's device (zero=1), and nothing else",
             f"leave {name} out, or leave {beside[0]} out",
         )
-    if name == "compression" and mesh.size("replicate") == 1 and mesh.size("shard") > 1:
+    if name == "compression" and not mesh.used(GRADIENT_AXES) and mesh.size("shard") > 1:
         raise PlanError(
             f"the plan's compression={value} beside {beside[0]}",
             "there shard sends gradients as they are",

@@ -19,13 +19,14 @@ COMPRESSIONS = ("none", "bf16", "fp16", "powersgd", "topk")
 TRANSPORTS = ("auto", "shared_memory", "gloo", "nccl")
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
 CHECKPOINTING = ("none", "selective", "full")
+CONTEXT_BY = ("auto", "ring", "heads")
 SWITCH = ("off", "on")
 MODES = ("sync", "quorum", "deadline", "stale", "async")  # of parameter servers: see server/protocol/admission.py
 SERVER_OPTIONS = ("server", "mode", "quorum", "staleness", "deadline", "replicas")
 SHORT_OPTIONS = {"ps": "server"}
 _KINDS = {"str": str, "int": int, "float": float}
 OPTIONS = (
-    *("zero", "offload", "sequence", "schedule", "micro_batches", "checkpointing", "compile"),
+    *("zero", "offload", "sequence", "context_by", "schedule", "micro_batches", "checkpointing", "compile"),
     *("transport", "compression", "bucket_bytes"),
     *SERVER_OPTIONS,
 )
@@ -38,7 +39,8 @@ class Plan:
     `--plan` has a plan as a line, which `parse` reads; `job.plan` is the one that the job runs under.
 
     Args:
-        mesh: sizes of the axes `pipeline`, `replicate`, `shard` and `tensor`, such as "replicate=2,tensor=2".
+        mesh: sizes of the axes `pipeline`, `replicate`, `shard`, `expert`, `context` and `tensor`, as
+            "replicate=2,tensor=2".
         transport: what gradients go through: "auto", "shared_memory", "gloo" or "nccl".
         compression: of gradients: "none", "bf16", "fp16", "powersgd" or "topk".
         bucket_bytes: bytes of gradients that travel together.
@@ -48,6 +50,8 @@ class Plan:
         zero: what `shard` splits: 1 optimizer state, 2 also gradients, 3 also parameters.
         offload: "on" keeps the optimizer state of `shard` in host memory.
         sequence: "on" splits norms and dropout along the sequence, under `tensor`.
+        context_by: how ranks of `context` share attention: "ring" (keys and values go round), "heads" (heads are
+            exchanged), or the cheapest of both and their products, "auto".
         schedule: of `pipeline`: "1f1b", "gpipe", "interleaved" or "zero_bubble".
         micro_batches: of `pipeline`, per step; 0 leaves it to micro_batch_size, else to the schedule.
         checkpointing: of activations: "none", "selective" or "full".
@@ -81,6 +85,7 @@ class Plan:
     zero: int = 3
     offload: str = "off"
     sequence: str = "off"
+    context_by: str = "auto"
     schedule: str = "1f1b"
     micro_batches: int = 0
     checkpointing: str = "none"
@@ -98,6 +103,7 @@ class Plan:
         Mesh.parse(self.mesh)
         self._check_choice("transport", TRANSPORTS)
         self._check_choice("compression", COMPRESSIONS)
+        self._check_choice("context_by", CONTEXT_BY)
         self._check_choice("schedule", SCHEDULES)
         self._check_choice("checkpointing", CHECKPOINTING)
         self._check_choice("mode", MODES)

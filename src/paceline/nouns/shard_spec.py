@@ -12,6 +12,7 @@ empty), and keeps piece `part` of each block, one after another:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,9 +34,9 @@ class Cut:
         ranges = []
         offset = 0
         for block in self.blocks:
-            start, stop = chunk_range(block, self.part, self.parts)
+            start, stop = block_range(block, self.part, self.parts)
             ranges.append((offset + start, offset + stop))
-            offset += block
+            offset += abs(block)
         return ranges
 
     @property
@@ -80,6 +81,22 @@ def chunk_range(size: int, part: int, parts: int) -> tuple[int, int]:
     """Return where piece `part` of `size` things in `parts` pieces begins and ends, as `torch.chunk` cuts."""
     length = -(-size // parts)  # rounded up, so that the last pieces may be smaller or empty, as FSDP2's are
     return min(size, part * length), min(size, (part + 1) * length)
+
+
+def block_range(block: int, part: int, parts: int) -> tuple[int, int]:
+    """Return where piece `part` of a block begins and ends; of a block with a negative size the last part is first.
+
+    A causal sequence of 8 over 2 ranks, (4, -4): rank 0 has 0, 1 and 6, 7; rank 1 has 2, 3 and 4, 5. Both have as much
+    to look back at.
+    """
+    if block < 0:
+        return chunk_range(-block, parts - 1 - part, parts)
+    return chunk_range(block, part, parts)
+
+
+def total_of(blocks: Iterable[int]) -> int:
+    """Return the size of the dimension that blocks make up."""
+    return sum(abs(block) for block in blocks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ import torch
 
 from paceline.comm.collectives import AxisComm, open_axes, open_product
 from paceline.comm.ledger import Ledger
-from paceline.nouns.mesh import AXES, DATA_AXES, SPREADING_AXES, Mesh
+from paceline.nouns.mesh import AXES, DATA_AXES, EXPERT_GRADIENT_AXES, GRADIENT_AXES, SPREADING_AXES, Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.shard_spec import LocalShard
 from paceline.nouns.workload import Workload
@@ -44,11 +44,13 @@ Score = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class Comms:
-    """The axes of a mesh, and two made of several of them."""
+    """The axes of a mesh, and four made of several of them."""
 
     axes: Mapping[str, AxisComm]
     data: AxisComm  # ranks that see different samples: replicate times shard
     step: AxisComm  # ranks that take a step together: all of them
+    gradients: AxisComm  # ranks with parts of the same gradients: replicate times expert times context
+    expert_gradients: AxisComm  # of the weights of experts: replicate times context
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,22 +104,39 @@ class Parallel:
         if workload.precision == "fp16":
             self.loss_scale = LossScale(workload.batch_size, device)
         self.buffers = Buffers(placed.model, comms.data)
-        self.replicate = self.replicate_over(placed.updated())
-        # Shared memory is open between the ranks of `replicate`; the step's numbers may use it where these are all
+        # Each in the order of the model, which all ranks share.
+        of_experts: dict[str, torch.nn.Parameter] = {}
+        others: dict[str, torch.nn.Parameter] = {}
+        for name, parameter in placed.updated().items():
+            (of_experts if name in placed.of_experts() else others)[name] = parameter
+        self.replicate = self.replicate_over(others)
+        # Each rank of `expert` has other experts' weights: their gradients are no parts of the same.
+        self.experts: Replicate | None = None
+        if of_experts:
+            self.experts = self._replicate_over(of_experts, comms.expert_gradients)
+        # Shared memory is open between the ranks that sum gradients; the step's numbers may use it where these are all
         # ranks.
-        shared = self.replicate.shared if comms.step.axis == "replicate" else None
+        shared = self.replicate.shared if comms.step.peers == comms.gradients.peers else None
         self.stats = StepStatsReducer(comms.step, shared, len(self.buffers.tensors), device, placed.counts_loss)
 
     def replicate_over(self, parameters: Mapping[str, torch.nn.Parameter]) -> Replicate:
-        """Return the strategy that sums the gradients of these parameters over the axis `replicate`. Collective."""
+        """Return the strategy that sums these parameters' gradients over replicas and the like. Collective."""
+        return self._replicate_over(parameters, self.comms.gradients)
+
+    def _replicate_over(self, parameters: Mapping[str, torch.nn.Parameter], comm: AxisComm) -> Replicate:
         return Replicate(
             parameters,
             self.placed.sparse() & parameters.keys(),
-            self.comms.axes["replicate"],
+            comm,
             self.plan,
             self.device,
             overlaps=not self.placed.finishes_later,
         )
+
+    @property
+    def replicates(self) -> list[Replicate]:
+        """Return what sums gradients: of all parameters but those of experts, and of these."""
+        return [self.replicate] if self.experts is None else [self.replicate, self.experts]
 
     @property
     def clip_norm(self) -> float | None:
@@ -158,7 +177,8 @@ class Parallel:
         # Before the first forward pass: whatever it changes, or adds, is this step's.
         self.stats.clear()
         self.buffers.begin_step()
-        self.replicate.begin_step(self.stats.finish)
+        for one in self.replicates:
+            one.begin_step(self.stats.finish)
         self.observers.phase_begins(GATHER)
         self.placed.begin_step()
         self.observers.phase_begins(FORWARD)
@@ -171,7 +191,8 @@ class Parallel:
         def after_forwards() -> None:
             # All forward passes are done: the numbers of the step are known, and buffers are not written any more.
             self.stats.begin(is_stopping, self.buffers.find_changed())
-            self.replicate.begin_last_backward()
+            for one in self.replicates:
+                one.begin_last_backward()
 
         hooks = StepHooks(self.stats.add, self.placed.before_backward, after_forwards, self.is_mean, scale)
         self.placed.forward_backward(self.workload.loss, microbatches, hooks, longest)
@@ -181,15 +202,16 @@ class Parallel:
         # In this order: replicas hold the same parts, so the parts' gradients must be final before `replicate` sums
         # them.
         self.placed.finish_backward()
-        self.replicate.reduce_gradients()
+        for one in self.replicates:
+            one.reduce_gradients()
         scale = self.stats.finish()
         stats = self.peer_values.step_stats(self.stats, self.buffers.changed)
         # Otherwise `replicate` has divided by the weight in the pass that adds up.
-        if self.replicate.comm.size == 1 and not self.is_mean and stats.weight:
-            scale_gradients(self.placed.updated().values(), scale)
-        # Ranks of `tensor` run the same samples and change the same buffers: each change was counted by all of them.
-        copies = self.mesh.size("tensor")
-        self.buffers.reduce([ranks // copies for ranks in stats.changed])
+        for one in self.replicates:
+            if one.comm.size == 1 and not self.is_mean and stats.weight:
+                scale_gradients(one.parameters.values(), scale)
+        # Ranks that run the same samples change the same buffers: each change was counted by all of them.
+        self.buffers.reduce([ranks // self.mesh.places for ranks in stats.changed])
         return stats
 
     def unscale_gradients(self) -> bool:
@@ -222,12 +244,16 @@ class Parallel:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return what compression carries from step to step, by name."""
-        return self.replicate.state()
+        state = self.replicate.state()
+        if self.experts is not None:
+            state |= {f"experts.{name}": tensor for name, tensor in self.experts.state().items()}
+        return state
 
     def close(self) -> None:
         """Let go of the other ranks."""
         self.placed.close()
-        self.replicate.close()
+        for one in self.replicates:
+            one.close()
 
 
 def strategy_of(plan: Plan) -> type[Parallel]:
@@ -246,4 +272,10 @@ def open_comms(mesh: Mesh, rank: int, ledger: Ledger) -> Comms:
     step = data
     if set(mesh.used()) - set(DATA_AXES):  # some ranks see the same samples
         step = open_product("step", list(AXES), axes, mesh, rank)
-    return Comms(axes, data, step)
+    gradients = step  # where all ranks sum them
+    if set(mesh.used()) - set(GRADIENT_AXES):
+        gradients = open_product("gradients", list(GRADIENT_AXES), axes, mesh, rank)
+    expert_gradients = gradients
+    if mesh.size("expert") > 1:
+        expert_gradients = open_product("expert_gradients", list(EXPERT_GRADIENT_AXES), axes, mesh, rank)
+    return Comms(axes, data, step, gradients, expert_gradients)

@@ -9,7 +9,8 @@ import torch
 
 from paceline.comm.collectives import AxisComm
 from paceline.comm.pytree import tensors_in
-from paceline.nouns.mesh import Mesh
+from paceline.nouns.errors import PlanError
+from paceline.nouns.mesh import PLACE_AXES, Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.shard_spec import Cut, LocalShard, ShardSpec
 from paceline.parallel.graph_model import SplitModel
@@ -67,9 +68,10 @@ class GraphAdapter:
             self.flat.split()
             self.own = self.flat.rows
             self._show_rows()
-        # Ranks of `tensor` have the same samples, and only the last stage has a loss: one rank counts it.
+        # Ranks of some axes have the same samples, and only the last stage has a loss: one rank counts it.
         last_stage = split.stages - 1
-        self.counts_loss = axes["tensor"].rank == 0 and last_stage in split.own_stages
+        is_first = all(axes[axis].rank == 0 for axis in PLACE_AXES)
+        self.counts_loss = is_first and last_stage in split.own_stages
         # With tied weights or rows a gradient is summed once more after the backward pass: `replicate` has to wait.
         self.finishes_later = self.pipeline is not None or self.flat is not None
         self.holders: dict[str, list[int]] = {}
@@ -129,6 +131,7 @@ class GraphAdapter:
 
     def update_whole(self, names: set[str]) -> None:
         """Have the optimizer update these parameters as a whole; `names` are of all stages."""
+        check_whole_experts(self.split, names)
         cut = cut_parameters(self.split, self.axes["shard"], names)
         if cut:
             pieces = {name: piece for name, piece in self.own.items() if name in cut}
@@ -147,9 +150,9 @@ class GraphAdapter:
         counts = {}
         # Of the ranks with the same piece the first one counts; a rank with a piece of its own always does.
         for name, parameter in self.own.items():
-            is_split = self.split.placements.get(name) is not None
+            cuts = self.split.cuts(name)
             has_rows = self.flat is not None and parameter.dim() > 0
-            is_first = is_split or at["tensor"] == 0
+            is_first = all(axis in cuts or at[axis] == 0 for axis in ("expert", "tensor"))
             is_first &= self.holders[name][0] == at["pipeline"]
             is_first &= self.flat is None or has_rows or at["shard"] == 0
             counts[parameter] = is_first
@@ -176,6 +179,10 @@ class GraphAdapter:
             shards |= self.whole_update.state_shards()
         return shards
 
+    def of_experts(self) -> set[str]:
+        """Return the parameters of which each rank of `expert` holds other experts' weights."""
+        return set(self.split.expert_placements) & self.own.keys()
+
     def close(self) -> None:
         """Do nothing."""
 
@@ -191,9 +198,7 @@ class GraphAdapter:
     def _ranks_with_same(self, name: str, is_cut: bool) -> tuple[int, ...]:
         """Return the ranks that hold the same piece of a state; with `is_cut`, the same rows of it."""
         here = self.mesh.coordinate(self.rank)
-        axes = []  # along which the piece is another one
-        if self.split.placements.get(name) is not None:
-            axes.append("tensor")
+        axes = list(self.split.cuts(name))  # along which the piece is another one
         if is_cut:
             axes.append("shard")
         pipeline_ranks = _pipeline_ranks(self.split, name)
@@ -214,14 +219,29 @@ class GraphAdapter:
                     module._parameters[key] = rows[id(parameter)]
 
 
+def check_whole_experts(split: SplitModel, names: set[str]) -> None:
+    """Raise PlanError if the optimizer must update weights whole of which each rank of `expert` has a part.
+
+    Args:
+        split: the model.
+        names: of the parameters that it can't update in parts.
+    """
+    of_experts = sorted(names & split.expert_placements.keys())
+    if of_experts:
+        more = f" and {len(of_experts) - 1} more" if len(of_experts) > 1 else ""
+        raise PlanError(
+            "the axis expert gives each rank some experts' part of a weight to update",
+            f"the optimizer looks at the whole of {of_experts[0]}{more}",
+            "take one that updates each element by itself, such as AdamW or SGD, or write tensor in place of expert",
+        )
+
+
 def cut_parameters(split: SplitModel, shard: AxisComm, names: set[str]) -> dict[str, CutParameter]:
     """Return how the axes cut these parameters, on this rank or not; what no axis cuts is left out."""
     cut = {}
     for name, _ in split.form.named_parameters():
         shard_spec = split.shard_spec(name)
-        cuts: dict[str, Cut] = {}
-        if shard_spec.cuts:
-            cuts["tensor"] = shard_spec.cuts[0]  # the only one
+        cuts = split.cuts(name)
         if shard.size > 1 and shard_spec.shape:
             cuts["shard"] = Cut(0, (shard_spec.local_shape[0],), shard.rank, shard.size)
         if name in names and cuts:

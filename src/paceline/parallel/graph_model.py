@@ -20,18 +20,24 @@ from paceline.comm.collectives import AxisComm
 from paceline.comm.differentiable import Exchanges, take_piece
 from paceline.comm.pytree import signature, tensors_in
 from paceline.graph.capture import Captured, capture, skeleton
+from paceline.graph.context_layout import ContextLayout
 from paceline.graph.dry_run import dry_run
 from paceline.graph.emit import emit
+from paceline.graph.expert_layout import ExpertLayout
 from paceline.graph.explain import why_nothing_is_split
+from paceline.graph.find_attention import merge_attention
 from paceline.graph.layout import Layout, choose_layout
 from paceline.graph.loss_is_additive import coupled_at
 from paceline.graph.placement import Placement
+from paceline.graph.reshape_rules import shape_of
 from paceline.graph.stage_writes import check_stage_writes
 from paceline.graph.stages import Assignment, Stage, assign_stages, assignment_of, computed_anew, cut_out
 from paceline.graph.tp_plan import own_plan
 from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.nouns.plan import Plan
-from paceline.nouns.shard_spec import ShardSpec
+from paceline.nouns.shard_spec import Cut, ShardSpec
+from paceline.parallel import expert
+from paceline.parallel.context import as_first, emit_positions, layout_of
 from paceline.parallel.recompute import nothing_recomputed, recomputed
 from paceline.parallel.shard.blocks import find_blocks
 
@@ -87,6 +93,8 @@ class SplitModel:
         plan: what else was decided.
         device: where this rank computes.
         stages: pipeline stages altogether.
+        context: the `context` axis; None where sequences are whole.
+        expert: the `expert` axis; None where every rank has all experts.
     """
 
     model: torch.nn.Module
@@ -95,8 +103,12 @@ class SplitModel:
     plan: Plan
     device: torch.device
     stages: int = 1
+    context: AxisComm | None = None
+    expert: AxisComm | None = None
     form: torch.nn.Module = field(init=False)  # the model without values, for capturing
-    placements: dict[str, Placement] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(init=False)  # of every whole state
+    placements: dict[str, Placement] = field(default_factory=dict)  # on `tensor`
+    expert_placements: dict[str, Placement] = field(default_factory=dict)
     assignment: Assignment | None = None
     everywhere: set[str] = field(default_factory=set)  # buffers that nothing writes: every stage may need them
     coupled: str = ""  # the operation in which samples meet, if any
@@ -104,6 +116,7 @@ class SplitModel:
     shared: SharedStatistics | None = None  # batch norm over the ranks with other samples of the same batch
     local: dict[str, torch.Tensor] = field(default_factory=dict)
     programs: dict[Hashable, Program] = field(default_factory=dict)
+    decided_by: tuple[Hashable, Captured] | None = None  # the graph that `decide` looked at, until it is built
     precision: torch.dtype | None = None  # that the graphs run under autocast to
     pieces: int = 1  # of each stage, where activations are recomputed
     watch: Callable[[fx.Graph], None] | None = None  # shown every graph before it runs, by who wants to look on
@@ -111,6 +124,8 @@ class SplitModel:
     def __post_init__(self) -> None:
         # A copy: `allocate` puts this rank's pieces into the model itself.
         self.form = skeleton(self.model)
+        states = [*self.form.named_parameters(), *self.form.named_buffers()]
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in states}
         if self.plan.checkpointing != "none":
             # About one piece per block, as blocks are recomputed where the model runs by its own code.
             self.pieces = max(1, round(len(find_blocks(self.form)) / self.stages))
@@ -137,6 +152,7 @@ class SplitModel:
             PlanError: an axis is larger than what can be split.
         """
         captured = self.capture(function, batch)
+        self.decided_by = self._capture_key(function, batch), captured
         # Stages first: they say which rank of the pipeline holds which state.
         stages = self._first_cut(captured)
         self.everywhere = _unwritten_buffers(captured)
@@ -149,8 +165,13 @@ class SplitModel:
         elif self.written:  # once per batch, not per micro-batch
             self.coupled = f"the write into {self.written[0]}"
         self.assignment = assignment_of(captured, stages)
+        if self.context is not None:
+            self.sequence_layout(captured)  # or it would be refused in the first step
+        if self.expert is not None:
+            layout = expert.first_layout(self.of_first_positions(captured), self.expert)
+            self.expert_placements = {name: split for name, split in layout.placements.items() if split is not None}
         if self.tensor.size > 1:
-            self.placements = self._choose(captured).placements
+            self.placements = self._choose(self.as_first_place(captured)).placements
             if all(placement is None for placement in self.placements.values()):
                 raise PlanError(
                     f"the model should be split over {self.tensor.size} ranks by tensor",
@@ -162,6 +183,7 @@ class SplitModel:
     def copy_decisions(self, other: SplitModel) -> None:
         """Take over what another rank's model has decided; `decide` would find the same here, at some cost."""
         self.placements = other.placements
+        self.expert_placements = other.expert_placements
         self.assignment = other.assignment
         self.everywhere = other.everywhere
         self.coupled = other.coupled
@@ -173,9 +195,8 @@ class SplitModel:
         if name not in self.local:
             return
         piece = full
-        placement = self.placements.get(name)
-        if placement is not None:
-            piece = take_piece(full, (placement.dim, placement.blocks), self.tensor.rank, self.tensor.size)
+        for cut in self.cuts(name).values():
+            piece = take_piece(piece, (cut.dim, cut.blocks), cut.part, cut.parts)
         with torch.no_grad():
             self.local[name].copy_(piece)
 
@@ -194,12 +215,19 @@ class SplitModel:
 
     def shard_spec(self, name: str) -> ShardSpec:
         """Return which part of the state this rank holds."""
-        tensors = dict([*self.form.named_parameters(), *self.form.named_buffers()])
-        shape = tuple(tensors[name].shape)
-        placement = self.placements.get(name)
-        if placement is None:
-            return ShardSpec(shape)
-        return placement.shard_spec(shape, self.tensor.rank, self.tensor.size)
+        return ShardSpec(self.shapes[name], tuple(self.cuts(name).values()))
+
+    def cuts(self, name: str) -> dict[str, Cut]:
+        """Return how `expert` and `tensor` cut a state, by axis."""
+        cuts = {}
+        for axis, comm, placements in (
+            ("expert", self.expert, self.expert_placements),
+            ("tensor", self.tensor, self.placements),
+        ):
+            placement = placements.get(name)
+            if placement is not None and comm is not None:
+                cuts[axis] = Cut(placement.dim, placement.blocks, comm.rank, comm.size)
+        return cuts
 
     def program(self, key: Hashable, function: Function, batch: Any, is_training: bool = True) -> Program:
         """Return this rank's part of `function` for batches like `batch`; made once per shape."""
@@ -207,8 +235,19 @@ class SplitModel:
         full_key = (key, is_training, signature(batch))
         if full_key not in self.programs:
             self.form.train(is_training)
-            self.programs[full_key] = self.build(self.capture(function, batch))
+            self.programs[full_key] = self.build(self._captured(function, batch))
         return self.programs[full_key]
+
+    def _captured(self, function: Function, batch: Any) -> Captured:
+        """Return the graph that `decide` looked at, if it is of this function and such a batch, else a new one."""
+        if self.decided_by is not None and self.decided_by[0] == self._capture_key(function, batch):
+            captured = self.decided_by[1]
+            self.decided_by = None
+            return captured
+        return self.capture(function, batch)
+
+    def _capture_key(self, function: Function, batch: Any) -> Hashable:
+        return function, self.form.training, signature(batch)
 
     def capture(self, function: Function, batch: Any) -> Captured:
         """Return the graph of `function` for batches like `batch`."""
@@ -218,24 +257,95 @@ class SplitModel:
             )
         # The graph runs under autocast; captured under it too, it would hold casts of weights, which no rule splits.
         with torch.autocast(self.device.type, enabled=False):
-            return capture(self.form, function, batch, self.device)
+            captured = capture(self.form, function, batch, self.device)
+        if self.context is not None:
+            merge_attention(captured, self.context.size)
+        return captured
 
     def stages_of(self, captured: Captured) -> tuple[Captured, list[Stage]]:
         """Return the graph as this rank of `tensor` runs it, and the graphs of all stages, in pieces, cut from it."""
         stages = assign_stages(captured, self.stages * self.pieces, self.assignment)
+        if self.context is not None:
+            captured, stages = self._on_positions(captured, stages, self.context)
+        if self.expert is not None:
+            captured, stages = self._on_samples(captured, stages, self.expert)
         if self.tensor.size > 1:
             layout = choose_layout(captured, self.tensor.size, self._decided(captured), self.plan.sequence == "on")
             emitted, origin = emit(captured, layout, Exchanges(self.tensor), stages)
             # For the local shapes and dtypes of what crosses a cut: the next stage allocates by them.
-            dry_run(emitted, self.local_shapes(emitted), self.tensor, self.precision)
+            dry_run(emitted, self.local_shapes(emitted), self.comms, self.precision)
             stages = _stages_of_emitted(emitted, origin, stages)
             captured = emitted
         elif self.precision is not None:  # what crosses a cut has the dtypes that autocast gives
-            dry_run(captured, {}, self.tensor, self.precision)
+            dry_run(captured, {}, self.comms, self.precision)
         pieces = cut_out(captured, stages, self.stages * self.pieces)
         # The last pass over the graphs that will run: none of the passes before may have lost a write.
-        check_stage_writes(pieces, captured, self.local_shapes(captured), self.tensor, self.precision)
+        check_stage_writes(pieces, captured, self.local_shapes(captured), self.comms, self.precision)
         return captured, pieces
+
+    @property
+    def comms(self) -> list[AxisComm]:
+        """Return the axes that the graphs talk on."""
+        return [comm for comm in (self.expert, self.context, self.tensor) if comm is not None]
+
+    def sequence_layout(self, captured: Captured) -> ContextLayout:
+        """Return how the ranks of `context` share the sequences of a graph."""
+        assert self.context is not None
+        return layout_of(captured, self.context, self.plan.context_by, self.tensor.size)
+
+    def _on_positions(
+        self, captured: Captured, stages: Mapping[fx.Node, int], context: AxisComm
+    ) -> tuple[Captured, dict[fx.Node, int]]:
+        """Return the graph as a rank of `context` runs it, weights whole, and the stage of each of its nodes."""
+        emitted, origin = emit_positions(captured, self.sequence_layout(captured), context, stages)
+        dry_run(emitted, {}, self.comms, self.precision)
+        return emitted, _stages_of_emitted(emitted, origin, stages)
+
+    def expert_layout(self, captured: Captured) -> ExpertLayout:
+        """Return how the ranks of `expert` spread the experts and the samples of a graph, as `context` left it.
+
+        Raises:
+            PlanError: its layers of experts are not those of the graph that the weights were split by.
+        """
+        assert self.expert is not None
+        layout = expert.layout_of(captured, self.expert)
+        for name in captured.states:
+            if (layout.placements.get(name) is not None) != (name in self.expert_placements):
+                raise PlanError(
+                    f"{name} should be used in the same way in every batch, in training and in evaluation",
+                    "it is the weight of a layer of experts in one and not in the other",
+                    "do the same to the rows of experts in both, with or without dropout, or leave expert out",
+                )
+        return layout
+
+    def _on_samples(
+        self, captured: Captured, stages: Mapping[fx.Node, int], comm: AxisComm
+    ) -> tuple[Captured, dict[fx.Node, int]]:
+        """Return the graph as a rank of `expert` runs it, and the stage of each of its nodes."""
+        emitted, origin = expert.emit_samples(captured, self.expert_layout(captured), comm, stages)
+        shapes = {}
+        for name in captured.states:
+            placement = self.expert_placements.get(name)
+            if placement is not None:
+                shapes[name] = placement.local_shape(shape_of(captured.states[name]), comm.rank, comm.size)
+        dry_run(emitted, shapes, self.comms, self.precision)
+        return emitted, _stages_of_emitted(emitted, origin, stages)
+
+    def of_first_positions(self, captured: Captured) -> Captured:
+        """Return the graph as the first rank of `context` runs it."""
+        if self.context is None:
+            return captured
+        return self._on_positions(captured, {}, as_first(self.context))[0]
+
+    def as_first_place(self, captured: Captured) -> Captured:
+        """Return the graph as the first rank of `context` and `expert` runs it.
+
+        One rank's decides where weights are split.
+        """
+        captured = self.of_first_positions(captured)
+        if self.expert is None:
+            return captured
+        return self._on_samples(captured, {}, as_first(self.expert))[0]
 
     def _choose(self, captured: Captured) -> Layout:
         """Return the cheaper of the layout that the model's own plan leads to and the one derived without it."""

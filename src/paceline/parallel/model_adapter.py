@@ -90,6 +90,9 @@ class ModelAdapter(Protocol):
         without holders, where other ranks have it.
         """
 
+    def of_experts(self) -> set[str]:
+        """Return the parameters of which each rank of `expert` holds other experts' weights."""
+
     def close(self) -> None:
         """Let go of the other ranks."""
 
@@ -210,6 +213,10 @@ class EagerAdapter(OwnCode):
     def held(self) -> dict[str, LocalShard]:
         """Return nothing: everything is whole everywhere."""
         return {}
+
+    def of_experts(self) -> set[str]:
+        """Return none: experts are spread where the model runs as graphs."""
+        return set()
 
     def close(self) -> None:
         """Do nothing."""

@@ -102,7 +102,9 @@ def ways(plan: Plan, micro_batch: int, precision: str, has_bf16: bool | None = T
             yield Change("both", f"checkpointing=full and micro_batch_size={size}", checkpointed, size)
     if plan.is_one_process:
         for ranks in (2, 4, 8):
-            yield Change("shard", f"shard={ranks} as the plan", _sharded(plan, ranks))
+            yield Change("shard", f"shard={ranks} as the plan", _over(plan, "shard", ranks))
+        for ranks in (2, 4, 8):
+            yield Change("context", f"context={ranks} as the plan", _over(plan, "context", ranks))
 
 
 def _can_skip_updates(plan: Plan) -> bool:
@@ -119,9 +121,9 @@ def _smaller(micro_batch: int) -> list[int]:
     return sizes
 
 
-def _sharded(plan: Plan, ranks: int) -> Plan:
-    """Return the plan on `ranks` ranks that share parameters, without options that have no effect there."""
-    return dataclasses.replace(plan, mesh=f"shard={ranks}").settled()
+def _over(plan: Plan, axis: str, ranks: int) -> Plan:
+    """Return the plan on `ranks` ranks of one axis, without options that have no effect there."""
+    return dataclasses.replace(plan, mesh=f"{axis}={ranks}").settled()
 
 
 def cheapest(found: Sequence[tuple[Change, int, float]], plan: Plan, flops: float) -> list[Suggestion]:

@@ -15,6 +15,8 @@ from paceline.nouns.shard_spec import chunk_range
 from paceline.plan.traffic import (
     TensorFacts,
     Traffic,
+    context,
+    expert,
     flat_shard,
     merged,
     pipeline,
@@ -78,17 +80,21 @@ def as_tensor(sizes: Mapping[str, Any]) -> TensorFacts:
 
 def _split(plan: Plan, mesh: Mesh, rank: Mapping[str, Any], at: Mapping[str, int]) -> list[Traffic] | None:
     """Return what a rank of `pipeline` sends where the model is split; None where it depends on the data."""
+    if mesh.size("expert") > 1 and mesh.size("tensor") > 1:
+        return None  # `tensor` sums rows of experts, of which there are as many as the router sends
     parameters = [as_tensor(sizes) for sizes in rank["parameters"]]
     frozen = [as_tensor(sizes) for sizes in rank["frozen"]]
     # `replicate` sums what `shard` has left of each gradient on this rank.
     local_parameters = _rows_of(parameters, mesh.size("shard"), at["shard"])
-    gradients = replicated_gradients(plan, mesh.size("replicate"), local_parameters)
+    gradients = replicated_gradients(plan, mesh, local_parameters)
     if gradients is None:
         return None
     return [
         *gradients,
         *flat_shard(mesh.size("shard"), parameters, frozen),
         *tensor(rank["graph"]),
+        *context(rank["graph"]),
+        *expert(rank["graph"]),
         *pipeline(rank["sends"], rank["tied"]),
     ]
 
@@ -99,7 +105,7 @@ def _sharded(
     """Return what a rank sends where `shard` splits parameters; None where it depends on the data."""
     ranks = mesh.size("shard")
     parameters = [as_tensor(sizes) for sizes in model["parameters"]]
-    gradients = replicated_gradients(plan, mesh.size("replicate"), _rows_of(parameters, ranks, at["shard"]))
+    gradients = replicated_gradients(plan, mesh, _rows_of(parameters, ranks, at["shard"]))
     if gradients is None:
         return None
     shards = [ShardTraffic(**{**shard, "shape": tuple(shard["shape"])}) for shard in model["shards"]]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.nouns.buckets import group_parameters
+from paceline.nouns.mesh import EXPERT_GRADIENT_AXES, GRADIENT_AXES, Mesh
 from paceline.nouns.plan import Plan
 
 # The ledger counts payloads, not what an algorithm such as a ring sends of them.
@@ -24,6 +25,7 @@ class TensorFacts:
     numel: int
     item_bytes: int
     is_sparse: bool = False
+    is_of_experts: bool = False  # each rank of `expert` has others
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +52,29 @@ def replicate(plan: Plan, trained: Sequence[TensorFacts], buffers: int) -> list[
     ranks = plan.world_size
     if ranks == 1:
         return []
-    gradients = replicated_gradients(plan, ranks, trained)
+    gradients = replicated_gradients(plan, Mesh.parse(plan.mesh), trained)
     if gradients is None:
         return None
     return merged([*gradients, Traffic("all_reduce", "replicate", 1, sums_bytes(ranks, buffers))])
 
 
-def replicated_gradients(plan: Plan, ranks: int, trained: Sequence[TensorFacts]) -> list[Traffic] | None:
+def replicated_gradients(plan: Plan, mesh: Mesh, trained: Sequence[TensorFacts]) -> list[Traffic] | None:
     """Predict the buckets' sums; None where they depend on the data: sparse parameters, top-k."""
+    of_experts = [tensor for tensor in trained if tensor.is_of_experts]
+    if of_experts:
+        others = replicated_gradients(plan, mesh, [tensor for tensor in trained if not tensor.is_of_experts])
+        if others is None:
+            return None
+        return [*others, *_buckets(plan, mesh.used(EXPERT_GRADIENT_AXES), "expert_gradients", of_experts)]
     if plan.compression in ("topk", "powersgd") or any(tensor.is_sparse for tensor in trained):
         return None
-    if ranks == 1:
+    axes = mesh.used(GRADIENT_AXES)
+    return _buckets(plan, axes, "step" if len(axes) == len(mesh.used()) else "gradients", trained)
+
+
+def _buckets(plan: Plan, axes: Sequence[str], product: str, trained: Sequence[TensorFacts]) -> list[Traffic]:
+    """Return the sums of the buckets over `axes`; over several they are called `product`."""
+    if not axes:
         return []
     sizes = [(tensor.numel * tensor.item_bytes, tensor.dtype) for tensor in trained]
     buckets = group_parameters(sizes, plan.bucket_bytes)
@@ -69,7 +83,8 @@ def replicated_gradients(plan: Plan, ranks: int, trained: Sequence[TensorFacts])
         item_bytes = _NARROW.get(plan.compression, trained[indices[0]].item_bytes)
         flags = len(indices)  # at the bucket's end a number per parameter says who has a gradient
         gradient_bytes += item_bytes * (flags + sum(trained[index].numel for index in indices))
-    return [Traffic("all_reduce", "replicate", len(buckets), gradient_bytes)]
+    axis = axes[0] if len(axes) == 1 else product
+    return [Traffic("all_reduce", axis, len(buckets), gradient_bytes)]
 
 
 def sums_bytes(ranks: int, buffers: int) -> int:
@@ -79,10 +94,25 @@ def sums_bytes(ranks: int, buffers: int) -> int:
 
 def tensor(graph: Sequence[Sequence[Mapping[str, Any]]]) -> list[Traffic]:
     """Return what the graphs of `parallel/tensor.py` enter in the ledger in a step, micro-batch by micro-batch."""
+    return _of_graph(graph, "tensor")
+
+
+def context(graph: Sequence[Sequence[Mapping[str, Any]]]) -> list[Traffic]:
+    """Return what the graphs of `parallel/context.py` enter in the ledger in a step, micro-batch by micro-batch."""
+    return _of_graph(graph, "context")
+
+
+def expert(graph: Sequence[Sequence[Mapping[str, Any]]]) -> list[Traffic]:
+    """Return what the graphs of `parallel/expert.py` enter in the ledger in a step, micro-batch by micro-batch."""
+    return _of_graph(graph, "expert")
+
+
+def _of_graph(graph: Sequence[Sequence[Mapping[str, Any]]], axis: str) -> list[Traffic]:
     traffic = []
     for micro_batch in graph:
         for row in micro_batch:
-            traffic.append(Traffic(row["collective"], row["axis"], row["calls"], row["bytes"]))
+            if row["axis"] == axis:
+                traffic.append(Traffic(row["collective"], axis, row["calls"], row["bytes"]))
     return traffic
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from paceline.launch.process_exit import exit_process
 from paceline.nouns.errors import PacelineError
 from paceline.nouns.mesh import GRAPH_AXES, Mesh
 from paceline.nouns.plan import Plan
@@ -40,13 +41,13 @@ def main() -> int:
     return 0
 
 
-def describe(workload: Workload, plan: Plan | None = None, tensor_rank: int = 0, data_part: int = 0) -> dict[str, Any]:
+def describe(workload: Workload, plan: Plan | None = None, place: int = 0, data_part: int = 0) -> dict[str, Any]:
     """Return names, shapes and dtypes of everything the model holds; under a plan, also what its axes make of it.
 
     Args:
         workload: whose model it is.
         plan: with `shard`, `tensor`, `pipeline` or `server`; only its split is described, nothing is computed.
-        tensor_rank: whose pieces are described.
+        place: whose pieces are described: which rank of `context` times `tensor`.
         data_part: whose part of the batch.
 
     Raises:
@@ -84,7 +85,7 @@ def describe(workload: Workload, plan: Plan | None = None, tensor_rank: int = 0,
     if plan is not None and mesh.used(GRAPH_AXES):
         from paceline.profile.describe_split import describe_split
 
-        description["split"], description["whole"] = describe_split(workload, plan, tensor_rank, data_part)
+        description["split"], description["whole"] = describe_split(workload, plan, place, data_part)
     elif plan is not None and mesh.size("shard") > 1:
         from paceline.profile.describe_split import describe_shards
 
@@ -112,4 +113,4 @@ def _sizes(name: str, tensor: torch.Tensor) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_process(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from paceline.comm.ledger import Ledger
 from paceline.deferred_init.defer import CantDefer, defer
 from paceline.graph.capture import Captured, skeleton
 from paceline.graph.dry_run import stage_traffic
+from paceline.graph.expert_layout import describe_experts
 from paceline.graph.explain import explain
 from paceline.graph.layout import choose_layout
 from paceline.graph.placement import Split
@@ -23,7 +25,7 @@ from paceline.nouns.plan import Plan
 from paceline.nouns.shard_spec import Cut
 from paceline.nouns.workload import Workload
 from paceline.parallel.elementwise import find_whole_parameters
-from paceline.parallel.graph_adapter import cut_parameters
+from paceline.parallel.graph_adapter import check_whole_experts, cut_parameters
 from paceline.parallel.graph_model import SplitModel
 from paceline.parallel.optimizer_list import as_one
 from paceline.parallel.shard.blocks import find_blocks, kept_whole
@@ -36,23 +38,23 @@ from paceline.train.stream_loader import rank_loader
 Owners = dict[str, dict[str, int]]  # of what the optimizer updates whole, the owner's index on each axis that cuts it
 
 
-def describe_split(
-    workload: Workload, plan: Plan, tensor_rank: int = 0, data_part: int = 0
-) -> tuple[dict[str, Any], Owners]:
+def describe_split(workload: Workload, plan: Plan, place: int = 0, data_part: int = 0) -> tuple[dict[str, Any], Owners]:
     """Return the layout, and for each rank of the pipeline what it holds and sends in the first step.
 
     Args:
         workload: whose model.
         plan: how it is split.
-        tensor_rank: whose pieces: where sizes don't divide, the first ranks' are larger.
+        place: whose pieces, which rank of `expert` times `context` times `tensor`: where sizes don't divide, the first
+            ranks' are larger.
         data_part: whose part of the batch.
 
     Returns:
-        `layout`: a line per weight (name, shape, placement, why); `ranks`: by pipeline rank `parameters` (sizes of this
-        rank's pieces, those with a gradient), `frozen` (the others), `graph` (a list of ledger rows per micro-batch),
-        `sends` (bytes of each message per micro-batch), `tied` (bytes sent per tied parameter); `share` (of the work
-        of each stage); `stages`, `micro_batches`, `coupled`, `is_even` (every rank of `tensor` has as much of all
-        weights and activations). And the owners of what the optimizer updates whole.
+        `layout`: a line per weight (name, shape, placement, why); `attention`: how `context` shares each; `experts`:
+        how `expert` spreads each layer; `gathered`: what runs whole under these two; `ranks`: by pipeline rank
+        `parameters` (sizes of this rank's pieces, those with a gradient), `frozen` (the others), `graph` (a list of
+        ledger rows per micro-batch), `sends` (bytes of each message per micro-batch), `tied` (bytes sent per tied
+        parameter); `share` (of the work of each stage); `stages`, `micro_batches`, `coupled`, `is_even` (every rank of
+        `tensor` has as much of all weights and activations). And the owners of what the optimizer updates whole.
     """
     mesh = Mesh.parse(plan.mesh)
     form = form_of(workload)
@@ -61,7 +63,8 @@ def describe_split(
     example = loader.example()
     splits = []
     for rank in range(mesh.size("pipeline")):
-        comms = comms_without_groups(mesh, {"pipeline": rank, "tensor": tensor_rank}, Ledger())
+        at = {"pipeline": rank, **mesh.at_place(place)}
+        comms = comms_without_groups(mesh, at, Ledger())
         splits.append(split_model(workload, form, comms, plan, device))
     first = splits[0]
     captured = first.decide(workload.loss, example)
@@ -73,9 +76,11 @@ def describe_split(
     graphs = [first.capture(workload.loss, micro_batch) for micro_batch in batch.microbatches]
     # `shard` cuts by rows: of which rank is of no matter for the owners.
     names = _updated_whole(workload, form, mesh)
+    check_whole_experts(first, names)
     whole = cut_parameters(first, comms_without_groups(mesh, {}, Ledger())["shard"], names)
     description = {
         "layout": _layout(captured, first, mesh),
+        **_sequences(captured, first),
         "ranks": [_describe_rank(split, graphs) for split in splits],
         "share": _shares(captured, first),
         "stages": first.stages,
@@ -155,8 +160,26 @@ def _layout(captured: Captured, split: SplitModel, mesh: Mesh) -> list[dict[str,
     ranks = mesh.size("tensor")
     if ranks == 1:
         return []
+    captured = split.as_first_place(captured)
     layout = choose_layout(captured, ranks, split.placements, split.plan.sequence == "on")
     return [dataclasses.asdict(line) for line in explain(captured, layout, ranks)]
+
+
+def _sequences(captured: Captured, split: SplitModel) -> dict[str, Any]:
+    """Return how `context` and `expert` spread what they split, and how often an operation runs whole on every rank."""
+    attention: list[dict[str, Any]] = []
+    gathered: Counter[str] = Counter()
+    if split.context is not None:
+        layout = split.sequence_layout(captured)
+        attention = [dataclasses.asdict(found) for found in layout.found]
+        gathered.update(layout.gathered)
+    experts: list[dict[str, Any]] = []
+    if split.expert is not None:
+        captured = split.of_first_positions(captured)
+        spread = split.expert_layout(captured)
+        experts = [dataclasses.asdict(line) for line in describe_experts(captured, spread, split.expert.size)]
+        gathered.update(spread.gathered)
+    return {"attention": attention, "experts": experts, "gathered": dict(gathered)}
 
 
 def _describe_rank(split: SplitModel, graphs: list[Captured]) -> dict[str, Any]:
@@ -178,7 +201,7 @@ def _traffic(split: SplitModel, graph: Captured) -> tuple[Ledger, list[int]]:
     for index in split.own_stages:
         pieces = stages[index * split.pieces : (index + 1) * split.pieces]
         for piece in pieces:
-            stage = stage_traffic(piece, captured, shapes, [split.tensor], split.recompute, split.precision)
+            stage = stage_traffic(piece, captured, shapes, split.comms, split.recompute, split.precision)
             ledger.calls.update(stage.calls)
             ledger.payload_bytes.update(stage.payload_bytes)
         messages += [value.nbytes for value in pieces[-1].sent]  # to the next stage
@@ -204,6 +227,7 @@ def _held(split: SplitModel) -> dict[str, Any]:
             "dtype": _dtype_name(parameter),
             "numel": numel,
             "item_bytes": parameter.itemsize,
+            "is_of_experts": name in split.expert_placements,
         }
         if not parameter.requires_grad:
             frozen.append(sizes)
@@ -223,6 +247,8 @@ def _dtype_name(tensor: torch.Tensor) -> str:
 def _is_even(split: SplitModel, graph: Captured) -> bool:
     """True if every rank of `tensor` computes and exchanges pieces of the same sizes."""
     ranks = split.tensor.size
+    if split.context is not None or split.expert is not None:
+        return False  # what moves between ranks is not the same on the first and the last
     if ranks == 1:
         return True
     captured, _ = split.stages_of(graph)

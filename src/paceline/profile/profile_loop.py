@@ -27,6 +27,7 @@ import paceline
 from paceline.comm import api
 from paceline.comm.fake_process_group import fake_world
 from paceline.launch.orphans import die_with_parent
+from paceline.launch.process_exit import exit_process
 from paceline.nouns.errors import PacelineError, WorkloadError
 from paceline.nouns.loop_plan import check_plan_of_loop
 from paceline.nouns.loop_profile import LoopProfile
@@ -264,4 +265,4 @@ def _model(model: torch.nn.Module) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_process(main())

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from paceline.launch.process_exit import exit_process
 from paceline.nouns.errors import PacelineError, WorkloadError
 from paceline.nouns.plan import Plan
 from paceline.nouns.reading import read_json
@@ -38,7 +39,7 @@ def main() -> int:
     try:
         workload = find_workload(sys.argv[0])
     except PacelineError as error:
-        print(json.dumps(_failed(0, error)), file=answers)
+        print(json.dumps(_failed(0, error)), file=answers, flush=True)
         return 0
     for number, request in enumerate(requests):
         ranks = Plan.of(request["plan"], "the request").world_size
@@ -73,4 +74,4 @@ def _failed(number: int, error: PacelineError) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_process(main())

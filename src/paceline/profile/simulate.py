@@ -28,6 +28,7 @@ from paceline.comm.fully_shard import copies_from_host
 from paceline.comm.ledger import Ledger
 from paceline.comm.pytree import map_tensors, tensors_in
 from paceline.comm.shared_memory import MAX_BYTES, MAX_RANKS
+from paceline.graph.grouped_mm import register_fake
 from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.patching import patched
@@ -109,6 +110,7 @@ class SimulatedStep:
         self.plan = plan.without_shared_memory()
         self.device = torch.device("cpu")  # also for a GPU's step: `as_on_gpu` exchanges what runs
         self.ledger = Ledger()
+        register_fake()
         self.mode = None if how.is_real else FakeTensorMode(allow_non_fake_inputs=True)
         self.recorder = self._make_recorder(how)
         has_host_memory = plan.offload == "on" and how.device != "cpu"
@@ -194,7 +196,8 @@ class SimulatedStep:
             return join_absent_servers(self.parallel, self.optimizer, samples, recorder)
 
     def _reducers(self) -> list[Any]:
-        return [bucket.reducer for bucket in self.parallel.replicate.buckets] + [self.parallel.stats.reducer]
+        buckets = [bucket for one in self.parallel.replicates for bucket in one.buckets]
+        return [bucket.reducer for bucket in buckets] + [self.parallel.stats.reducer]
 
     def _note_batch(self, batch: Any) -> None:
         self.recorder.note_all((("batch", tensor) for tensor in tensors_in(batch)), INPUTS)
@@ -206,11 +209,8 @@ class SimulatedStep:
             return
         split.watch = with_places(self.recorder)
         for batch in self.batch.microbatches:
-            count = len(split.programs)
             program = split.program("loss", self.workload.loss, batch)
             self.recorder.note_all(program.captured.constants.items(), BUFFERS)
-            if len(split.programs) > count:  # it was captured now
-                self._note_batch(batch)  # the graph keeps the batch that it was captured with
 
     def _name_what_stays(self) -> None:
         """Name what is there between steps: parameters, buffers, and the memory of reducers."""

@@ -578,7 +578,8 @@ def _does_not_add_up(difference: str) -> LossError:
         "the loss of a batch should be the sum of its samples' losses, so that the batch can be split",
         difference,
         "multiply a mean, or a penalty on the weights, by the weight that you return; a term that compares samples (a "
-        "contrastive loss, a router's load balance, your own batch norm) trains on one rank without micro_batch_size",
+        "contrastive loss, a router's load balance, your own batch norm) trains on one rank without micro_batch_size, "
+        "or under expert=N or context=N, whose ranks share a batch",
     )
 
 

@@ -78,13 +78,14 @@ def _split(workload: Workload, comms: Comms, plan: Plan, device: torch.device, r
     if plan.offload == "on":
         raise PlanError(
             "optimizer state in host memory (offload=on)",
-            "beside tensor or pipeline it stays on the rank's device",
+            "beside tensor, context or pipeline it stays on the rank's device",
             "leave offload out, or write shard alone",
         )
-    if plan.compile == "on" and comms.axes["tensor"].size > 1:
+    talking = [axis for axis in ("tensor", "context", "expert") if comms.axes[axis].size > 1]
+    if plan.compile == "on" and talking:
         raise PlanError(
             "torch.compile (compile=on)",
-            "beside tensor the graphs hold collectives, which it can't take in",
+            f"beside {talking[0]} the graphs hold collectives, which it can't take in",
             "leave compile out, or use it with replicate, shard or pipeline",
         )
     context, example, fake = run
@@ -117,7 +118,7 @@ def split_model(
     Args:
         workload: its precision.
         form: the model, with or without values.
-        axes: `tensor` and `pipeline`, of this rank; without process groups if nothing is to run.
+        axes: `tensor`, `context`, `expert` and `pipeline`, of this rank; without process groups if nothing is to run.
         plan: the mesh's schedule and options.
         device: where the rank computes.
     """
@@ -128,7 +129,9 @@ def split_model(
     if axes["pipeline"].size > 1:
         stages = axes["pipeline"].size * STAGES_PER_RANK[plan.schedule]
     model = skeleton(form, _dtype(workload)).train()
-    split = SplitModel(model, axes["tensor"], axes["pipeline"], plan, device, stages)
+    context = axes["context"] if axes["context"].size > 1 else None
+    expert = axes["expert"] if axes["expert"].size > 1 else None
+    split = SplitModel(model, axes["tensor"], axes["pipeline"], plan, device, stages, context, expert)
     split.precision = autocast_dtype(workload.precision)
     return split
 

@@ -134,6 +134,10 @@ class FsdpAdapter(OwnCode):
             shards |= self.whole_update.state_shards()
         return shards
 
+    def of_experts(self) -> set[str]:
+        """Return none: experts are spread where the model runs as graphs."""
+        return set()
+
     def close(self) -> None:
         """Let go of the other ranks."""
         self.shard.close()

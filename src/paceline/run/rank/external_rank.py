@@ -24,6 +24,7 @@ from typing import Any
 from paceline.checkpoint.manifest import list_checkpoints
 from paceline.launch.command import STOPPED_CODE
 from paceline.launch.orphans import die_with_parent
+from paceline.launch.process_exit import exit_process
 from paceline.nouns.errors import PacelineError
 from paceline.rendezvous.launcher_env import find_position
 from paceline.rendezvous.rank_variables import variables_of
@@ -38,7 +39,6 @@ from paceline.run.failures import (
     read_failures,
     silent_death,
 )
-from paceline.run.rank.process_exit import exit_process
 from paceline.run.supervise.job import finish
 from paceline.run.supervise.progress import Progress
 from paceline.run.supervise.stalls import Stalls, notice_time

@@ -10,9 +10,9 @@ from typing import NoReturn
 
 from paceline.comm import api
 from paceline.launch.orphans import die_with_parent
+from paceline.launch.process_exit import exit_process
 from paceline.nouns.errors import PacelineError
 from paceline.run.plain_values import RETURNED, write_value
-from paceline.run.rank.process_exit import exit_process
 from paceline.run.rank.watchdog import begin_watching
 from paceline.run.rank.worker import failed
 from paceline.run.sent_function import Sent, name_of

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 
 from paceline.comm import api
 from paceline.launch.orphans import die_with_parent
+from paceline.launch.process_exit import exit_process
 from paceline.nouns.errors import MEETS_NOT, DataError, PacelineError, PeerLostError, WorkloadError
-from paceline.run.rank.process_exit import exit_process
 from paceline.run.rank.watchdog import begin_watching
 from paceline.train import job as jobs
 from paceline.train import loop

@@ -40,14 +40,14 @@ def check_order(
         mesh: the ranks'.
         dry: content of dry.json.
     """
-    # First the graphs from the dry run, by stage: the ranks of `tensor` must have the same collectives in them.
+    # First the graphs from the dry run, by stage: ranks of `tensor` and `context` must have the same collectives there.
     graphs = dry["graphs"]
     for key, calls in graphs.items():
-        stage, tensor = key.split(",")
+        stage, number = key.split(",")
         calls_of_first = graphs[f"{stage},0"]
         # All but the line of the source, which is the last.
         if [call[:3] for call in calls] != [call[:3] for call in calls_of_first]:
-            verdict.add("order", False, f"before running: tensor rank {tensor} of stage {stage} has another graph")
+            verdict.add("order", False, f"before running: rank {number} of stage {stage} has another graph")
             return
     for calls_of_run in traces.values():
         disorder = find_disorder(calls_of_run, mesh)
@@ -196,7 +196,7 @@ def check_traffic(
     Args:
         verdict: gets a line.
         plan: for which traffic was predicted.
-        models: for each part of the batch what each rank of `tensor` holds, as `profile/describe.py` has it.
+        models: for each part of the batch what each rank of `context` and `tensor` holds (`profile/describe.py`).
         ranks: their results, with the ledger of each step.
     """
     total = 0
@@ -234,7 +234,9 @@ def _predicted_traffic(
     """Return the calls and the bytes that one rank's first step should enter in the ledger; None: can't be told."""
     at = result.facts["coordinate"]
     models_of_part = models[result.facts["data_part"]]
-    model = models_of_part[at["tensor"] % len(models_of_part)]  # one entry where all ranks of `tensor` hold the same
+    # One entry where all ranks with the same samples hold the same.
+    number = Mesh.parse(plan.mesh).place_of(at)
+    model = models_of_part[number % len(models_of_part)]
     by_stage = step_traffic(plan, model, at["shard"], at["tensor"])
     if by_stage is None:
         return None

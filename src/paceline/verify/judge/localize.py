@@ -28,14 +28,19 @@ from paceline.verify.judge.order import Disorder, HangWatch
 from paceline.verify.judge.verdict import FirstDifference
 from paceline.verify.processes import WorldResult
 
-# What the exchanges of a split graph send going forward, and with the gradients going back (comm/differentiable.py).
+# What the exchanges of a split graph send going forward, and with the gradients going back (comm/differentiable.py,
+# comm/sequence.py).
 _FORWARD = {
     "reduce_from_group": "all_reduce", "gather_from_group": "all_gather", "gather_with_partial_grad": "all_gather",
     "reduce_scatter_to_group": "reduce_scatter", "split_cross_entropy": "all_reduce",
+    "sum_with_partial_grad": "all_reduce", "take_at": "all_reduce", "move": "all_to_all", "attention": "attention",
+    "convolve": "all_to_all",
 }  # fmt: skip
 _BACKWARD = {
     "copy_to_group": "all_reduce", "gather_with_partial_grad": "reduce_scatter",
     "reduce_scatter_to_group": "all_gather", "scatter_to_group": "all_gather",
+    "sum_with_partial_grad": "all_reduce", "take_at": "all_reduce", "move": "all_to_all", "attention": "attention",
+    "convolve": "all_to_all",
 }  # fmt: skip
 _IS_ONE = 1e-6  # how far a factor may be from one; factors are of float64 values
 # The collective that adds up gradients on each axis.
@@ -431,7 +436,7 @@ def _copies_differ(gradient: Difference, ranks: list[RankResult], axis: str) -> 
 def _wrong_rank(
     ranks: list[RankResult], place: str, direction: str, expected: Print, floor: float = 0.0
 ) -> RankResult | None:
-    """Return a rank whose value is not the right one; split values are added up over `tensor` first.
+    """Return a rank whose value is not the right one; split values are added up over `tensor` and `context` first.
 
     Args:
         ranks: those with the same part of the batch.
@@ -472,9 +477,9 @@ def _collective(wrong_rank: RankResult, place: str, mesh: Mesh, sends: dict[str,
         return f"{otherwise} on shard" if mesh.size("shard") > 1 else ""
     node = _node_of(place)
     last = ""
-    for original, _, exchange, made_for in graph:
+    for original, _, exchange, made_for, axis in graph:
         if exchange in sends:
-            last = f"{sends[exchange]} on tensor"
+            last = f"{sends[exchange]} on {axis}"
             if node in (original, made_for):
                 return f"{last} ({exchange} in {_module_of_node(graph, made_for or original)})"
         if original == node:
@@ -489,11 +494,11 @@ def _user_of(wrong_rank: RankResult, place: str, module: str, mesh: Mesh) -> tup
     graph = wrong_rank.facts["watch"]["graph"]
     node = _node_of(place)
     is_after_node = False
-    for original, user, exchange, made_for in graph:
+    for original, user, exchange, made_for, axis in graph:
         if original == node:
             is_after_node = True
         elif is_after_node and exchange in _BACKWARD:
-            return user, f"{_BACKWARD[exchange]} on tensor ({exchange} for {made_for})"
+            return user, f"{_BACKWARD[exchange]} on {axis} ({exchange} for {made_for})"
     if mesh.size("pipeline") > 1:
         return module, "send on pipeline"
     if mesh.size("shard") > 1 and not graph:
@@ -502,7 +507,7 @@ def _user_of(wrong_rank: RankResult, place: str, module: str, mesh: Mesh) -> tup
 
 
 def _module_of_node(graph: list[list[str]], node: str) -> str:
-    for original, module, _, _ in graph:
+    for original, module, *_ in graph:
         if original == node:
             return module or "the loss"
     return "the loss"

@@ -7,6 +7,7 @@ step must not be equal, nor those of ranks with other samples or of other pipeli
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from paceline.comm.differentiable import split_dropout
 from paceline.graph.placement import Split
-from paceline.nouns.shard_spec import ShardSpec
+from paceline.nouns.shard_spec import Cut, ShardSpec
 from paceline.verify.judge.compare import take
 
 aten = torch.ops.aten
@@ -55,19 +56,18 @@ def _is_in_backward() -> bool:
 MaskPiece = tuple[str, int, int]  # module, hash of what this rank keeps, hash of what one rank would keep
 
 
-def watch_pieces(pieces: list[MaskPiece], part: int, parts: int) -> Callable[[fx.Graph], None]:
+def watch_pieces(pieces: list[MaskPiece], sharing: int) -> Callable[[fx.Graph], None]:
     """Return a function that lets every split dropout of a graph enter in `pieces` which elements it keeps.
 
     Args:
         pieces: gets an entry for each call, in the order of the calls.
-        part: this rank on the `tensor` axis.
-        parts: size of that axis.
+        sharing: ranks that share a mask: those of `tensor` and `context`.
     """
 
     def add(graph: fx.Graph) -> None:
         for node in graph.nodes:
             if node.target is split_dropout:
-                node.target = _with_piece(pieces, node, part, parts)
+                node.target = _with_piece(pieces, node, sharing)
             elif _draws_for_itself(node):
                 node.target = _with_wrong_piece(pieces, node)
 
@@ -77,7 +77,8 @@ def watch_pieces(pieces: list[MaskPiece], part: int, parts: int) -> Callable[[fx
 def _draws_for_itself(node: fx.Node) -> bool:
     """True if an operation on a piece draws its own random numbers: those of other ranks' pieces would be equal."""
     is_random = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-    if not is_random or not isinstance(node.meta.get("lies"), Split):
+    lies = [node.meta.get("lies"), node.meta.get("lies_on_context")]
+    if not is_random or not any(isinstance(placement, Split) for placement in lies):
         return False
     if node.target is not aten.scaled_dot_product_attention.default:
         return True
@@ -98,27 +99,29 @@ def _with_wrong_piece(pieces: list[MaskPiece], node: fx.Node) -> Callable[..., A
     return recorded
 
 
-def _with_piece(pieces: list[MaskPiece], node: fx.Node, part: int, parts: int) -> Callable[..., torch.Tensor]:
+def _with_piece(pieces: list[MaskPiece], node: fx.Node, sharing: int) -> Callable[..., torch.Tensor]:
     """Return the node's split dropout, which enters what it keeps beside what one rank would keep."""
     module = node.meta.get("module", "")
-    split = node.meta["lies"]
 
     def recorded_dropout(
-        tensor: torch.Tensor, share: float, is_training: bool, shape: tuple[int, ...], *place: Any
+        tensor: torch.Tensor, share: float, is_training: bool, shape: tuple[int, ...], *places: Any
     ) -> torch.Tensor:
         draws = is_training and 0 < share < 1
         if draws and not _is_in_backward() and not isinstance(tensor, FakeTensor):
             with _disable_current_modes(), torch.no_grad():  # `DropoutTrace` must not count these draws
                 # Both masks from the state that the real draw below will start from, which is put back each time.
                 state = torch.get_rng_state()
-                piece = split_dropout(torch.ones_like(tensor), share, is_training, shape, *place)
+                piece = split_dropout(torch.ones_like(tensor), share, is_training, shape, *places)
                 torch.set_rng_state(state)
                 full_mask = F.dropout(torch.ones(shape, dtype=tensor.dtype), share)
                 torch.set_rng_state(state)
-            piece_hash = _sum_of_places(piece, split.shard_spec(tuple(shape), part, parts))
+            cuts = tuple(Cut(dim, blocks, part, parts) for (dim, blocks), part, parts in places)
+            piece_hash = _sum_of_places(piece, ShardSpec(tuple(shape), cuts))
             full_hash = _sum_of_places(full_mask, ShardSpec(tuple(shape)))
-            pieces.append((module, piece_hash, full_hash))
-        return split_dropout(tensor, share, is_training, shape, *place)
+            # Ranks of an axis that does not split the mask keep the same piece.
+            copies = sharing // math.prod(cut.parts for cut in cuts)
+            pieces.append((module, piece_hash, full_hash * copies))
+        return split_dropout(tensor, share, is_training, shape, *places)
 
     return recorded_dropout
 

@@ -27,6 +27,7 @@ from paceline.comm.collectives import AxisComm
 from paceline.comm.ledger import Ledger
 from paceline.comm.process_group import RankInfo
 from paceline.comm.pytree import signature
+from paceline.launch.process_exit import exit_process
 from paceline.nouns.errors import PacelineError, WorkloadError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.patching import patched, patched_items
@@ -75,7 +76,7 @@ def main(path: Path) -> int:
 
 
 def describe_all(workload: Workload, plan: Plan) -> list[list[dict[str, Any]]]:
-    """Describe what the model is made of for each part of the batch, on each rank of `tensor`.
+    """Describe what the model is made of for each part of the batch, on each rank of `context` and `tensor`.
 
     Parts and ranks that are alike share one description: each takes a capture of the model.
     """
@@ -84,7 +85,7 @@ def describe_all(workload: Workload, plan: Plan) -> list[list[dict[str, Any]]]:
     if "split" not in first:
         return [[first]] * mesh.data_size
     micro_batches = cut_without_changing(plan, cut_into(plan, mesh, workload), first["split"]["coupled"])
-    # By the shapes of the micro-batches and the rank of `tensor` (0 where all its ranks have pieces of equal sizes).
+    # By the shapes of the micro-batches and the rank (0 where all ranks have pieces of equal sizes).
     descriptions: dict[Any, dict[str, Any]] = {}
     data = open_data("data", workload.data)
     result = []
@@ -93,11 +94,11 @@ def describe_all(workload: Workload, plan: Plan) -> list[list[dict[str, Any]]]:
         batch = next(loader.training(0, loader.order(workload.batch_size).batch_at(0).stop))
         shapes = tuple(signature(micro_batch) for micro_batch in batch.microbatches)
         ranks = []
-        for tensor in range(mesh.size("tensor")):
-            key = (shapes, 0 if first["split"]["is_even"] else tensor)
+        for place in range(mesh.places):
+            key = (shapes, 0 if first["split"]["is_even"] else place)
             if key not in descriptions:
-                is_first = part == 0 and tensor == 0
-                descriptions[key] = first if is_first else describe(workload, plan, tensor, part)
+                is_first = part == 0 and place == 0
+                descriptions[key] = first if is_first else describe(workload, plan, place, part)
             ranks.append(descriptions[key])
         result.append(ranks)
     return result
@@ -199,7 +200,9 @@ class _Answered(AxisComm):
         self._enter("reduce_scatter", torch.cat([part.reshape(-1) for part in parts]))
         return torch.zeros_like(parts[self.rank])
 
-    def all_to_all_sized(self, tensor: torch.Tensor, send: Any, receive: Any) -> torch.Tensor:
+    def all_to_all_sized(
+        self, tensor: torch.Tensor, send: Any, receive: Any, payload_bytes: int | None = None
+    ) -> torch.Tensor:
         self._enter("all_to_all", tensor)
         return tensor.clone()
 
@@ -254,7 +257,7 @@ def as_rank(rank: int, ranks: int) -> Iterator[list[list[Any]]]:
 
 
 def graph_calls(workload: Workload, plan: Plan) -> dict[str, list[list[Any]]]:
-    """Return what the graph of each rank begins for the first micro-batch, on fake tensors, by "PIPELINE,TENSOR".
+    """Return what the graph of each rank begins for the first micro-batch, on fake tensors, by "STAGE,NUMBER".
 
     The pipeline's schedule is made, and thereby proved free of deadlock.
     """
@@ -270,15 +273,15 @@ def graph_calls(workload: Workload, plan: Plan) -> dict[str, list[list[Any]]]:
     first: SplitModel | None = None
     captured = None
     calls = {}
-    for pipeline, tensor in itertools.product(range(stages), range(mesh.size("tensor"))):
-        at = {"pipeline": pipeline, "tensor": tensor}
+    for pipeline, number in itertools.product(range(stages), range(mesh.places)):
+        at = {"pipeline": pipeline, **mesh.at_place(number)}
         comms = comms_without_groups(mesh, at, Trace())
         split = split_model(workload, form, comms, plan, torch.device("cpu"))
         if first is None or captured is None:
             first = split
             captured = split.decide(workload.loss, example)
         split.copy_decisions(first)
-        calls[f"{pipeline},{tensor}"] = _calls_of(split, *split.stages_of(captured))
+        calls[f"{pipeline},{number}"] = _calls_of(split, *split.stages_of(captured))
     return calls
 
 
@@ -290,11 +293,11 @@ def _calls_of(split: SplitModel, captured: Any, stages: list[Any]) -> list[list[
     for index in split.own_stages:
         for piece in stages[index * split.pieces : (index + 1) * split.pieces]:
             shapes = split.local_shapes(captured)
-            ledger = stage_traffic(piece, captured, shapes, [split.tensor], split.recompute, split.precision)
+            ledger = stage_traffic(piece, captured, shapes, split.comms, split.recompute, split.precision)
             for row in ledger.rows():
                 calls.append([row["collective"], row["axis"], row["calls"], ""])
     return calls
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    exit_process(main(Path(sys.argv[1])))

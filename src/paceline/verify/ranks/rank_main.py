@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from paceline.checkpoint.manifest import OPTIMIZER
 from paceline.comm import api
 from paceline.comm.fully_shard import local
-from paceline.nouns.mesh import Mesh
+from paceline.nouns.mesh import PLACE_AXES, Mesh
 from paceline.nouns.order import mix
 from paceline.nouns.plan import Plan
 from paceline.nouns.shard_spec import LocalShard
@@ -161,19 +161,19 @@ class _RankRun:
         return loss
 
     def _look_at_dropout(self, job: Job) -> None:
-        """Let split dropouts enter which elements this rank of `tensor` keeps."""
+        """Let split dropouts enter which elements this rank of `tensor` or `context` keeps."""
         placed: Any = job.parallel.placed
         if placed.is_captured:
-            tensor = placed.axes["tensor"]
-            placed.split.watch = watch_pieces(self.mask_pieces, tensor.rank, tensor.size)
+            sharing = placed.mesh.places
+            placed.split.watch = watch_pieces(self.mask_pieces, sharing)
 
     def _look_on(self, job: Job) -> None:
         """Let modules, or operations of a graph, enter what they make in the next step."""
         self.calls.clear()  # the loss may have been tried before the first step (train/prepare.py)
         placed: Any = job.parallel.placed
         if placed.is_captured:
-            tensor = placed.axes["tensor"]
-            placed.split.watch = watch_graph(self.watch, tensor.rank, tensor.size)
+            places = {axis: (placed.axes[axis].rank, placed.axes[axis].size) for axis in PLACE_AXES}
+            placed.split.watch = watch_graph(self.watch, places)
         else:
             watch_modules(job.model, self.watch, lambda: str(len(self.calls)))
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from paceline.launch.process_exit import exit_process
 from paceline.nouns.errors import PacelineError, WorkloadError
 from paceline.nouns.workload import Workload
 from paceline.train.find_workload import find_workload
@@ -197,4 +198,4 @@ def _relative(first: list[float], second: list[float]) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    exit_process(main(Path(sys.argv[1])))

@@ -18,7 +18,8 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from paceline.nouns.mesh import GRAPH_AXES, Mesh
+from paceline.launch.process_exit import exit_process
+from paceline.nouns.mesh import GRAPH_AXES, PLACE_AXES, Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.workload import Workload
 from paceline.train.find_workload import find_workload
@@ -145,11 +146,11 @@ def _graph_runner(workload: Workload, model: torch.nn.Module, watch: ModuleWatch
         values = {node: states[name] for name, node in captured.states.items()}
         values.update(zip(captured.inputs, tensors, strict=True))
         arguments = [values[node] for node in captured.graph.nodes if node.op == "placeholder"]
-        watch_graph(watch, 0, 1)(captured.graph)
+        watch_graph(watch, dict.fromkeys(PLACE_AXES, (0, 1)))(captured.graph)
         return captured.rebuild(fx.GraphModule(captured.constants, captured.graph)(*arguments))
 
     return run
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    exit_process(main(Path(sys.argv[1])))

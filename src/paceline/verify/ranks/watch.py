@@ -6,8 +6,9 @@ the number of its call, or a node of the captured graph with the number of the m
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,10 +31,16 @@ class ModuleWatch:
         self.modules: dict[str, str] = {}  # place to module path
         self.splits: set[str] = set()  # places whose numbers are this rank's share
         self.count: Counter[str] = Counter()
-        self.graph: list[list[str]] = []  # what a rank's graph does: original node, module, exchange, made for
+        self.graph: list[list[str]] = []  # what a rank's graph does: original node, module, exchange, made for, axis
 
     def note(
-        self, place: str, value: Any, module: str, places: torch.Tensor | None = None, take: Take | None = None
+        self,
+        place: str,
+        value: Any,
+        module: str,
+        places: torch.Tensor | None = None,
+        take: Take | None = None,
+        shares: tuple[float, float] = (1.0, 1.0),
     ) -> None:
         """Enter a value, and later its gradient.
 
@@ -43,6 +50,7 @@ class ModuleWatch:
             module: path of the module that makes it.
             places: of each of its elements in the full tensor; None: it is whole.
             take: the part of it that is looked at.
+            shares: of the value and of its gradient that this rank counts.
         """
         part = value
         if take is not None and is_shown(value):
@@ -50,7 +58,7 @@ class ModuleWatch:
         if not is_shown(part) or place in self.made:
             return
         self.order.append(place)
-        self.made[place] = fingerprint(part, places)
+        self.made[place] = [number * shares[0] for number in fingerprint(part, places)]
         self.modules[place] = module
         if places is not None:
             self.splits.add(place)
@@ -60,7 +68,8 @@ class ModuleWatch:
             def came_back(gradient: torch.Tensor) -> None:
                 gradient_part = take(gradient) if take is not None else gradient
                 if gradient_part is not None:
-                    self.back[place] = fingerprint(gradient_part, places)
+                    *sums, numel = fingerprint(gradient_part, places)
+                    self.back[place] = [*(number * shares[1] for number in sums), numel * shares[0]]
 
             value.register_hook(came_back)
 
@@ -102,8 +111,16 @@ def _plain(result: Any) -> Any:
     return dict(result) if hasattr(result, "items") else result
 
 
-def watch_graph(watch: ModuleWatch, part: int, parts: int) -> Callable[[fx.Graph], None]:
-    """Return a function that adds to every value of a graph a look at it, at the place `MICRO-BATCH:NODE`."""
+AxisPlaces = Mapping[str, tuple[int, int]]  # by axis, this rank's place and the axis's size
+
+
+def watch_graph(watch: ModuleWatch, axes: AxisPlaces) -> Callable[[fx.Graph], None]:
+    """Return a function that adds to every value of a graph a look at it, at the place `MICRO-BATCH:NODE`.
+
+    Args:
+        watch: where it is entered.
+        axes: `context` and `tensor`.
+    """
 
     def add(graph: fx.Graph) -> None:
         for node in list(graph.nodes):
@@ -112,41 +129,59 @@ def watch_graph(watch: ModuleWatch, part: int, parts: int) -> Callable[[fx.Graph
             watch.graph.append(_describe_node(node))
             if "original" in node.meta:
                 with graph.inserting_after(node):
-                    graph.call_function(_look(watch, node, part, parts), (node,))
+                    graph.call_function(_look(watch, node, axes), (node,))
 
     return add
 
 
 def _describe_node(node: fx.Node) -> list[str]:
-    """Return the original node, the module, the exchange and the node for which the exchange was made."""
-    # Exchanges are bound methods of `comm.differentiable.Exchanges`.
-    exchange = getattr(node.target, "__name__", "") if hasattr(node.target, "__self__") else ""
+    """Return the original node, the module, the exchange, the node for which the exchange was made, and the axis."""
+    # Exchanges are bound methods of `comm.differentiable.Exchanges`, and their axis is that of its ranks.
+    owner = getattr(node.target, "__self__", None)
+    exchange = getattr(node.target, "__name__", "") if hasattr(owner, "comm") else ""
+    axis = owner.comm.axis if exchange else ""  # type: ignore[union-attr]
     meta = node.meta
-    return [str(meta.get("original", "")), str(meta.get("module", "")), str(exchange), str(meta.get("made_for", ""))]
+    own = str(meta.get("original", "")), str(meta.get("module", ""))
+    return [*own, str(exchange), str(meta.get("made_for", "")), axis]
 
 
-def _look(watch: ModuleWatch, node: fx.Node, part: int, parts: int) -> Callable[[Any], None]:
+def _look(watch: ModuleWatch, node: fx.Node, axes: AxisPlaces) -> Callable[[Any], None]:
     from paceline.comm.differentiable import take_piece
+    from paceline.nouns.shard_spec import total_of
 
     name = node.meta["original"]
     module = node.meta.get("module", "")
-    placement = node.meta.get("lies")
+    by_axis = {  # in the order in which they have split the graph
+        "context": node.meta.get("lies_on_context"),
+        "expert": node.meta.get("lies_on_expert"),
+        "tensor": node.meta.get("lies"),
+    }
+    splits = {axis: placement for axis, placement in by_axis.items() if placement is not None}
+    # Under `context` and `expert` every gradient is partial, also of what is whole. So values are shares too: of equal
+    # ones each rank has its part.
+    shares = (1.0, 1.0)
+    is_partial = axes["context"][1] * axes["expert"][1] > 1
+    if is_partial:
+        alike = {axis: 1 if axis in splits else size for axis, (_, size) in axes.items()}
+        shares = (1 / math.prod(alike.values()), 1 / alike["tensor"])
 
     def look(value: Any) -> None:
         if torch._C._current_graph_task_id() != -1 or not is_shown(value):
             return
         micro_batch = watch.count[name]
         watch.count[name] += 1
-        if isinstance(placement, tuple):
+        if any(isinstance(placement, tuple) for placement in splits.values()):
             return
         places = None
-        if placement is not None:
+        if splits or is_partial:
             shape = [*value.shape]
-            shape[placement.dim] = sum(placement.blocks)
+            for placement in reversed(splits.values()):  # an earlier axis's piece is larger than a later one's
+                shape[placement.dim] = total_of(placement.blocks)
             numel = torch.Size(shape).numel()
-            all_places = torch.arange(numel, dtype=torch.float64).view(shape)
-            places = take_piece(all_places, (placement.dim, placement.blocks), part, parts)
-        watch.note(f"{micro_batch}:{name}", value, module, places)
+            places = torch.arange(numel, dtype=torch.float64).view(shape)
+            for axis, placement in splits.items():
+                places = take_piece(places, (placement.dim, placement.blocks), *axes[axis])
+        watch.note(f"{micro_batch}:{name}", value, module, places, shares=shares)
 
     look.__name__ = "look"
     return look

@@ -1,0 +1,186 @@
+"""Bring rows to the ranks that hold their experts, and back: the exchanges of the `expert` axis.
+
+Rows come sorted by expert, and experts are spread in their order, so what a rank sends to another one lies together.
+No row is dropped and none is padded: the ranks first tell each other how many rows come for each expert (GShard,
+Lepikhin et al. 2020, has the exchange; MegaBlocks, Gale et al. 2022, has it without a capacity).
+
+How many rows a rank gets depends on the router. The ledger counts both ways the rows of a rank's own tokens, which
+don't. On fake tensors, which have no counts, each rank gets as many rows as it sends.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from paceline.comm.collectives import AxisComm
+from paceline.comm.sequence import SequenceExchanges
+from paceline.nouns.shard_spec import chunk_range
+
+Counts = Sequence[Sequence[int]]  # rows by rank and expert
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertExchanges(SequenceExchanges):
+    """The exchanges of the `expert` axis, whose gradients are partial; those of an expert's own weights are whole."""
+
+    def count_rows(self, ends: torch.Tensor) -> torch.Tensor:
+        """Tell the other ranks how many rows go to each of their experts.
+
+        Args:
+            ends: (experts,), where the rows of each expert end on this rank.
+
+        Returns:
+            (2, ranks, experts of a rank), on the CPU: the rows that this rank sends to each rank's experts, and those
+            that its experts get from each rank.
+        """
+        ranks = self.comm.size
+        most = -(-ends.shape[0] // ranks)  # of a rank's experts
+        sent = ends.new_zeros(ranks * most, dtype=torch.int64)
+        sent[: ends.shape[0]] = torch.diff(ends, prepend=ends.new_zeros(1))
+        sent = sent.view(ranks, most)
+        if isinstance(ends, FakeTensor):
+            self.comm.ledger.add("all_to_all", self.comm.axis, sent.nbytes)
+            return torch.stack([sent, sent]).cpu()
+        received = self.comm.all_to_all_sized(sent, [1] * ranks, [1] * ranks)
+        return torch.stack([sent, received]).cpu()
+
+    def ends_here(self, ends: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Return where the rows of each of this rank's experts end, once they are here: (experts of this rank,)."""
+        first, last = chunk_range(ends.shape[0], self.comm.rank, self.comm.size)
+        own = counts[1].sum(0)[: last - first]
+        return own.cumsum(0).to(device=ends.device, dtype=ends.dtype)
+
+    def dispatch(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Return the rows of all ranks for this rank's experts, sorted by expert.
+
+        Args:
+            rows: (rows, ..), sorted by expert.
+            counts: see `count_rows`.
+        """
+        return _Dispatch.apply(rows, counts, self.comm)  # type: ignore[no-any-return, no-untyped-call]
+
+    def combine(self, rows: torch.Tensor, counts: torch.Tensor, count: int) -> torch.Tensor:
+        """Return what this rank's experts made of rows to the ranks that sent them: (`count`, ..), sorted by expert."""
+        return _Combine.apply(rows, counts, count, self.comm)  # type: ignore[no-any-return, no-untyped-call]
+
+    def select(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Return of rows that every rank has those of this rank's experts."""
+        first, last = self._own_rows(ends, rows.shape[0])
+        return rows[first:last]
+
+    def own_ends(self, ends: torch.Tensor) -> torch.Tensor:
+        """Return where the rows of each of this rank's experts end after `select`."""
+        first, last = chunk_range(ends.shape[0], self.comm.rank, self.comm.size)
+        before = ends[first - 1] if first else 0
+        return ends[first:last] - before
+
+    def join(self, rows: torch.Tensor, ends: torch.Tensor, count: int) -> torch.Tensor:
+        """Return on every rank the (`count`, ..) rows of which each has those of its own experts."""
+        place = self._own_rows(ends, count)
+        return _Join.apply(rows, place, count, self.comm)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _own_rows(self, ends: torch.Tensor, count: int) -> tuple[int, int]:
+        first, last = chunk_range(ends.shape[0], self.comm.rank, self.comm.size)
+        if isinstance(ends, FakeTensor):
+            return chunk_range(count, self.comm.rank, self.comm.size)
+        before, end = torch.stack([ends[first - 1] if first else ends.new_zeros(()), ends[last - 1]]).tolist()
+        return before, end
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, counts: torch.Tensor, comm: AxisComm) -> torch.Tensor:
+        ctx.counts, ctx.count, ctx.comm = counts, rows.shape[0], comm
+        if isinstance(rows, FakeTensor):
+            comm.ledger.add("all_to_all", comm.axis, rows.nbytes)
+            return torch.empty_like(rows)
+        sent, received = counts.tolist()
+        splits = _totals(sent)
+        # Rows after the last expert's are nobody's: the products leave them out.
+        came = comm.all_to_all_sized(rows[: sum(splits)], splits, _totals(received), rows.nbytes)
+        return came[_by_expert(received).to(rows.device)]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return _Combine.apply(gradients[0], ctx.counts, ctx.count, ctx.comm), None, None  # type: ignore[no-untyped-call]
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, counts: torch.Tensor, count: int, comm: AxisComm) -> torch.Tensor:
+        ctx.counts, ctx.comm = counts, comm
+        payload = count * rows[0:0].new_empty((1, *rows.shape[1:])).nbytes
+        if isinstance(rows, FakeTensor):
+            comm.ledger.add("all_to_all", comm.axis, payload)
+            return rows.new_empty((count, *rows.shape[1:]))
+        sent, received = counts.tolist()
+        back = torch.empty_like(rows)
+        back[_by_expert(received).to(rows.device)] = rows
+        own = comm.all_to_all_sized(back, _totals(received), _totals(sent), payload)
+        if own.shape[0] == count:
+            return own
+        return torch.cat([own, own.new_zeros((count - own.shape[0], *own.shape[1:]))])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return _Dispatch.apply(gradients[0], ctx.counts, ctx.comm), None, None, None  # type: ignore[no-untyped-call]
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, place: tuple[int, int], count: int, comm: AxisComm) -> torch.Tensor:
+        ctx.place, ctx.count, ctx.comm = place, count, comm
+        first, last = place
+        joined = rows.new_zeros((count, *rows.shape[1:]))
+        joined[first:last] = rows
+        return _summed(joined, comm)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        first, last = ctx.place
+        total = _Total.apply(gradients[0], ctx.comm)  # type: ignore[no-untyped-call]
+        return total[first:last], None, None, None
+
+
+class _Total(torch.autograd.Function):
+    """A sum over the ranks whose gradients are partial."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, comm: AxisComm) -> torch.Tensor:
+        ctx.comm = comm
+        return _summed(tensor.clone(memory_format=torch.contiguous_format), comm)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return _Total.apply(gradients[0], ctx.comm), None  # type: ignore[no-untyped-call]
+
+
+def _summed(tensor: torch.Tensor, comm: AxisComm) -> torch.Tensor:
+    if isinstance(tensor, FakeTensor):
+        comm.ledger.add("all_reduce", comm.axis, tensor.nbytes)
+    else:
+        comm.all_reduce(tensor)
+    return tensor
+
+
+def _totals(counts: Counts) -> list[int]:
+    return [sum(of_rank) for of_rank in counts]
+
+
+def _by_expert(received: Counts) -> torch.Tensor:
+    """Return the places of rows that came by rank and then by expert, in the order of experts and then of ranks."""
+    flat = [count for of_rank in received for count in of_rank]
+    starts = [0, *itertools.accumulate(flat)]
+    experts = len(received[0])
+    places = []
+    for expert in range(experts):
+        for rank in range(len(received)):
+            number = rank * experts + expert
+            places.append(torch.arange(starts[number], starts[number + 1]))
+    return torch.cat(places)
