@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from paceline.nouns.errors import WorkloadError
+from paceline.train.data_workers import ends_with_rank
 
 
 class SeededOrder(Sampler[int]):
@@ -132,7 +133,7 @@ def steps_of(loader: DataLoader[Any], count: int, parts: int) -> DataLoader[Any]
             "multiprocessing_context": loader.multiprocessing_context,
             "prefetch_factor": loader.prefetch_factor,
             "timeout": loader.timeout,
-            "worker_init_fn": loader.worker_init_fn,
+            "worker_init_fn": ends_with_rank(loader.worker_init_fn, loader.multiprocessing_context),
         }
     return DataLoader(
         loader.dataset,

@@ -17,6 +17,7 @@ from transformers.trainer_pt_utils import EvalLoopContainer, atleast_1d, find_ba
 from paceline.comm.pytree import map_tensors
 from paceline.integrations.trainer_loss import IGNORED
 from paceline.train.data import moved
+from paceline.train.data_workers import ends_with_rank
 from paceline.train.loop_job import LoopJob
 from paceline.train.seed import kept_random_state, seed_sample
 
@@ -132,7 +133,7 @@ def _of_items(job: LoopJob, loader: DataLoader[Any], part: int, parts: int) -> I
         options = {
             "multiprocessing_context": loader.multiprocessing_context,
             "prefetch_factor": loader.prefetch_factor,
-            "worker_init_fn": loader.worker_init_fn,
+            "worker_init_fn": ends_with_rank(loader.worker_init_fn, loader.multiprocessing_context),
         }
     mine: DataLoader[Any] = DataLoader(
         loader.dataset,

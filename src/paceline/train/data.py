@@ -21,6 +21,7 @@ from paceline.nouns.order import DataOrder, cut, share
 from paceline.nouns.parts import check_data, is_stream
 from paceline.nouns.plan import Plan
 from paceline.nouns.workload import Workload
+from paceline.train.data_workers import ends_with_rank
 from paceline.train.seed import kept_random_state, random_state, seed_sample
 from paceline.train.stream import as_stream
 
@@ -243,6 +244,7 @@ class RankLoader:
             batch_sampler=_Pieces(self, order, position, end),  # type: ignore[arg-type]
             collate_fn=collate_of(self.workload),
             num_workers=workers,
+            worker_init_fn=ends_with_rank(),
             generator=torch.Generator(),  # its own, so that making a loader leaves the model's random numbers alone
             pin_memory=self.device.type == "cuda",
         )

@@ -24,6 +24,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from paceline.nouns.errors import UsageError, WorkloadError
 from paceline.nouns.order import mix, share
+from paceline.train.data_workers import ends_with_rank
 from paceline.train.seed import cpu_random_state, kept_random_state, seed_sample, set_cpu_random_state
 
 _SAMPLER, _DATA, _WORKERS, _COLLATE = range(4)  # random streams of a pass
@@ -275,7 +276,7 @@ def _like(loader: DataLoader[Any], data: Any, place: Place, **options: Any) -> D
             "multiprocessing_context": loader.multiprocessing_context,
             "prefetch_factor": loader.prefetch_factor,
             "timeout": loader.timeout,
-            "worker_init_fn": loader.worker_init_fn,
+            "worker_init_fn": ends_with_rank(loader.worker_init_fn, loader.multiprocessing_context),
         }
     return DataLoader(
         data, num_workers=loader.num_workers, pin_memory=loader.pin_memory, generator=generator, **options

@@ -19,6 +19,7 @@ from paceline.nouns.errors import WorkloadError
 from paceline.nouns.order import DataOrder
 from paceline.nouns.workload import Workload
 from paceline.train.data import EVALUATION, Batch, RankLoader, collate_of, cut_part, moved
+from paceline.train.data_workers import ends_with_rank
 from paceline.train.loop_loader import Part, Place, load_pass
 from paceline.train.seed import kept_random_state, seed_sample
 from paceline.train.stream import COLLATE, Numbered, Stream, empty
@@ -181,6 +182,7 @@ class StreamLoader(RankLoader):
                 (self.pieces_wanted, self.workload.micro_batch_size),
             ),
             num_workers=self.workload.loader_workers,
+            worker_init_fn=ends_with_rank(),
             pin_memory=self.device.type == "cuda",
         )
         yield from load_pass(loader, Place(self.rank, self.size, numbered.seed, numbered.epoch), skip)
