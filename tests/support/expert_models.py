@@ -104,7 +104,7 @@ class Even(Mixture):
         ends = torch.histc(ids.float(), self.experts, 0, self.experts - 1).cumsum(0).to(torch.int32)
         made = F.grouped_mm(F.silu(F.grouped_mm(x[order // self.top], self.up, offs=ends)), self.down, offs=ends)
         made = made * weights.view(-1)[order].unsqueeze(-1)
-        back = torch.empty_like(order).scatter(0, order, torch.arange(len(order)))
+        back = torch.empty_like(chosen.view(-1)).scatter(0, order, torch.arange(len(order)))
         return made[back].view(len(x), self.top, -1).sum(1).view(shape)
 
 

@@ -33,10 +33,6 @@ def test_a_worker_ends_where_its_rank_has_gone(monkeypatch):
     assert exit_code(begin) == 1
 
 
-def note(worker):
-    torch.manual_seed(100 + worker)
-
-
 class Noted:
     """Its samples are what `note` has noted in the worker."""
 
@@ -64,6 +60,8 @@ def test_a_users_error_is_raised_in_the_loop():
     def fails(worker):
         raise ValueError(f"no file for worker {worker}")
 
-    loader = DataLoader(range(4), num_workers=1, worker_init_fn=ends_with_rank(fails, FORK), multiprocessing_context=FORK)
+    loader = DataLoader(
+        range(4), num_workers=1, worker_init_fn=ends_with_rank(fails, FORK), multiprocessing_context=FORK
+    )
     with pytest.raises(ValueError, match="no file for worker 0"):
         list(loader)

@@ -25,6 +25,7 @@ from paceline.nouns.errors import WorkloadError
 from paceline.nouns.shard_spec import total_of
 
 aten = torch.ops.aten
+_HIDDEN = -1e30  # what a mask adds to hide a key
 Blocks = tuple[int, ...]
 Range = tuple[int, int]
 Ranges = Sequence[Range]
@@ -159,6 +160,7 @@ class SequenceExchanges(Exchanges):
             dtype = torch.get_autocast_dtype(device)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
             mask = mask if mask is None or mask.dtype == torch.bool else mask.to(dtype)
+        has_numbers = mask is not None and mask.dtype != torch.bool
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, -math.inf)
         members = split.heads
@@ -171,11 +173,24 @@ class SequenceExchanges(Exchanges):
             value = _exchange_heads(value, keys[group], members, self.comm)
             if mask is not None:
                 mask = _share_of_mask(mask, queries[group], members, self.comm.rank % members)
+        if mask is not None and has_numbers:
+            query, mask = _with_even_rows(query, mask)
         ring = _Ring(self.comm, members, tuple(map(_merged, queries)), tuple(map(_merged, keys)), is_causal, scale)
         result: torch.Tensor = _RingAttention.apply(query, key, value, mask, ring)  # type: ignore[no-untyped-call]
         if members > 1:
             result = _exchange_sequence(result, queries[group], members, self.comm)
         return result
+
+
+def _with_even_rows(query: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return queries and mask that weigh all keys alike in rows where the mask hides every key by a large number.
+
+    So does one process, whose scores such a number rounds away. A log-sum-exp of the number would lose how many keys
+    it is of, and a row's parts could not be merged.
+    """
+    most = mask.detach().amax(-1, keepdim=True)
+    is_blind = (most <= max(torch.finfo(mask.dtype).min / 2, _HIDDEN)) & (most > -math.inf)
+    return query.masked_fill(is_blind, 0.0), torch.where(is_blind, mask - most, mask)
 
 
 class _Share(torch.autograd.Function):

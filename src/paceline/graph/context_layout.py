@@ -92,7 +92,9 @@ class ContextLayout(Layout):
     unordered: set[fx.Node] = field(default_factory=set)
 
 
-def split_sequence(captured: Captured, num_ranks: int, way: str = "auto", tensor_ranks: int = 1) -> ContextLayout:
+def split_sequence(
+    captured: Captured, num_ranks: int, way: str = "auto", tensor_ranks: int = 1, may_stay_whole: bool = False
+) -> ContextLayout:
     """Return the layout of `captured` over `num_ranks` ranks that share each sequence.
 
     Args:
@@ -100,11 +102,12 @@ def split_sequence(captured: Captured, num_ranks: int, way: str = "auto", tensor
         num_ranks: ranks on the `context` axis.
         way: how attention is spread: "ring", "heads", or the cheaper of both and of their products, "auto".
         tensor_ranks: ranks that share the heads afterwards.
+        may_stay_whole: sequences that are too short run whole on every rank.
 
     Raises:
         PlanError: nothing can be split, or not in this way.
     """
-    walk = Walk(captured, num_ranks, way, tensor_ranks)
+    walk = Walk(captured, num_ranks, way, tensor_ranks, may_stay_whole)
     return walk.run()
 
 
@@ -122,6 +125,7 @@ class Walk:
     num_ranks: int
     way: str
     tensor_ranks: int
+    may_stay_whole: bool = False
     wanted: dict[fx.Node, Split] = field(default_factory=dict)
     placements: dict[fx.Node, Any] = field(default_factory=dict)
     pinned: set[fx.Node] = field(default_factory=set)
@@ -148,7 +152,7 @@ class Walk:
         if not attentions:
             self.want_by_batch(1)
         self.walk()
-        if not any(_is_split(placement) for placement in self.placements.values()):
+        if not self.may_stay_whole and not any(_is_split(placement) for placement in self.placements.values()):
             raise self._nothing(attentions)
         states: dict[str, Placement] = dict.fromkeys(self.captured.states)
         layout = ContextLayout(self.choices, states, 0.0, self.found, self.gathered, self.attention_splits)
@@ -561,11 +565,15 @@ class Walk:
     def _attention(self, node: fx.Node, inputs: Sequence[fx.Node]) -> Choice:
         query, key = (shape_of(source) for source in inputs[:2])
         rank = len(query)
+        batches = [shape[: -3 if rank > 3 else -2] for shape in (query, key)]
+        if batches[0] != batches[1]:
+            self._found(node, "whole", "queries and keys are of different batches")
+            return self._whole(node, inputs)
         rows = self._as_it_lies(inputs[0], rank - 2)
         columns = self._as_it_lies(inputs[1], rank - 2)
         if rows is None or columns is None or len(key) != rank:
             length = min(query[-2], key[-2])
-            if self.way != "auto":
+            if self.way != "auto" and not self.may_stay_whole:
                 raise PlanError(
                     f"the plan's context={self.num_ranks} with context_by={self.way}",
                     f"attention in {self._module(node)} has {length} positions, too few for a piece on each rank",

@@ -15,7 +15,7 @@ from paceline.comm.sequence import SequenceExchanges
 from paceline.graph.capture import Captured
 from paceline.graph.context_layout import ContextLayout
 from paceline.graph.emit import Emitter, pieces_of
-from paceline.graph.find_experts import FACTORIES, PRODUCT
+from paceline.graph.find_experts import FACTORIES, LIKE, PRODUCT
 from paceline.graph.labels import argument, tensor_inputs
 from paceline.graph.placement import Placement, Split
 from paceline.graph.reshape_rules import shape_of
@@ -135,6 +135,10 @@ class ContextEmitter(Emitter):
                 return [slots, *value[1:]]
             return slots if value == shape_of(node)[0] else value
 
+        if node.target in LIKE:  # the tensor that it is like may have a row for each slot of all ranks
+            shape = [slots, *shape_of(node)[1:]]
+            options = {name: value for name, value in named.items() if name != "memory_format"}
+            return self._call(LIKE[node.target], arguments[0], shape, **options)
         new = [value if isinstance(value, fx.Node) else local(value) for value in arguments]
         return self._call(node.target, *new, **named)  # type: ignore[arg-type]
 

@@ -69,9 +69,11 @@ def _merge(captured: Captured, softmax: fx.Node) -> bool:
     writer = _Writer(captured, end)
     key = _transposed(writer, keys_across)
     mask = None
-    for item in scores.added:
-        term = writer.filled(*item) if isinstance(item, tuple) else item
-        mask = term if mask is None else writer.call(aten.add.Tensor, mask, term)
+    for item in scores.added:  # in their order: what fills takes the place of what was added before
+        if isinstance(item, tuple):
+            mask = writer.filled(mask, *item)
+        else:
+            mask = item if mask is None else writer.call(aten.add.Tensor, mask, item)
     dtype = query.meta["val"].dtype
     if mask is not None and mask.meta["val"].dtype != dtype:
         mask = writer.call(aten._to_copy.default, mask, dtype=dtype)
@@ -170,13 +172,20 @@ class _Writer:
         self.captured.module_path[node] = self.captured.module_path.get(self.before, "")
         return node
 
-    def filled(self, mask: fx.Node, fill: float) -> fx.Node:
-        """Add what is added to scores where a mask hides them."""
+    def filled(self, before: fx.Node | None, hidden: fx.Node, fill: float) -> fx.Node:
+        """Add what is added to scores where a mask hides them.
+
+        Args:
+            before: what is added to them so far.
+            hidden: where the scores are filled.
+            fill: with what.
+        """
         dtype = self.before.meta["val"].dtype
-        zeros = self.call(aten.zeros_like.default, mask, dtype=dtype)
+        if before is None:
+            before = self.call(aten.zeros_like.default, hidden, dtype=dtype)
         # The least number of a narrower dtype would not be the least of this one.
         least = fill if fill == -math.inf else max(fill, torch.finfo(dtype).min)
-        return self.call(aten.masked_fill.Scalar, zeros, mask, least)
+        return self.call(aten.masked_fill.Scalar, before, hidden, least)
 
 
 def _erase_unread(captured: Captured) -> None:

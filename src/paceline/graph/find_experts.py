@@ -33,6 +33,7 @@ _DIVISIONS = (aten.floor_divide.default, aten.div.Tensor_mode, aten.div.Scalar_m
 FACTORIES = (aten.arange.default, aten.arange.start, aten.empty.memory_format, aten.zeros.default,
              aten.empty_like.default, aten.zeros_like.default, aten.new_zeros.default,
              aten.new_empty.default)  # fmt: skip
+LIKE = {aten.empty_like.default: aten.new_empty.default, aten.zeros_like.default: aten.new_zeros.default}
 _PUTS = (aten.index_put.default, aten.index_put_.default, aten.scatter.src)
 _ADDS = (aten.index_add.default, aten.index_add_.default, aten.scatter_add.default, aten.scatter_add_.default)
 

@@ -25,7 +25,9 @@ from paceline.graph.context_layout import ContextLayout, split_sequence
 from paceline.graph.emit_context import emit_context
 
 
-def layout_of(captured: Captured, comm: AxisComm, way: str, tensor_ranks: int) -> ContextLayout:
+def layout_of(
+    captured: Captured, comm: AxisComm, way: str, tensor_ranks: int, may_stay_whole: bool = False
+) -> ContextLayout:
     """Return how the ranks of `comm`, the axis, share the sequences of a graph.
 
     Args:
@@ -33,11 +35,12 @@ def layout_of(captured: Captured, comm: AxisComm, way: str, tensor_ranks: int) -
         comm: the `context` axis.
         way: the plan's context_by.
         tensor_ranks: size of the `tensor` axis, which splits heads too.
+        may_stay_whole: sequences that are too short run whole on every rank.
 
     Raises:
         PlanError: no sequence can be shared, or not in this way.
     """
-    return split_sequence(captured, comm.size, way, tensor_ranks)
+    return split_sequence(captured, comm.size, way, tensor_ranks, may_stay_whole)
 
 
 def emit_positions(

@@ -166,7 +166,7 @@ class SplitModel:
             self.coupled = f"the write into {self.written[0]}"
         self.assignment = assignment_of(captured, stages)
         if self.context is not None:
-            self.sequence_layout(captured)  # or it would be refused in the first step
+            self.sequence_layout(captured, may_stay_whole=False)  # or a plan that splits nothing would train
         if self.expert is not None:
             layout = expert.first_layout(self.of_first_positions(captured), self.expert)
             self.expert_placements = {name: split for name, split in layout.placements.items() if split is not None}
@@ -288,10 +288,13 @@ class SplitModel:
         """Return the axes that the graphs talk on."""
         return [comm for comm in (self.expert, self.context, self.tensor) if comm is not None]
 
-    def sequence_layout(self, captured: Captured) -> ContextLayout:
-        """Return how the ranks of `context` share the sequences of a graph."""
+    def sequence_layout(self, captured: Captured, may_stay_whole: bool = True) -> ContextLayout:
+        """Return how the ranks of `context` share the sequences of a graph.
+
+        Short ones may stay whole once the plan is decided: a last batch, or one of an evaluation.
+        """
         assert self.context is not None
-        return layout_of(captured, self.context, self.plan.context_by, self.tensor.size)
+        return layout_of(captured, self.context, self.plan.context_by, self.tensor.size, may_stay_whole)
 
     def _on_positions(
         self, captured: Captured, stages: Mapping[fx.Node, int], context: AxisComm

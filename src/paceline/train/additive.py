@@ -579,7 +579,7 @@ def _does_not_add_up(difference: str) -> LossError:
         difference,
         "multiply a mean, or a penalty on the weights, by the weight that you return; a term that compares samples (a "
         "contrastive loss, a router's load balance, your own batch norm) trains on one rank without micro_batch_size, "
-        "or under expert=N or context=N, whose ranks share a batch",
+        "or under expert=N or context=N, whose ranks share a batch, where it is no autograd function of your own",
     )
 
 
