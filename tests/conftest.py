@@ -1,9 +1,16 @@
-"""How the tests share two processes: the longest files first, so that neither waits at the end for the other."""
+"""Which tests CI runs, and how two processes share them.
+
+Of a table of long tests CI runs a third of the cells, at least one; the others are `complete`. Which ones depends on
+their names alone, so a cell that is added changes no other's place. A table that has `complete` cells already has
+chosen for itself (`support/sample.py`). The longest files come first, so that neither process waits for the other.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+import zlib
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -56,12 +63,36 @@ LONGEST_OF_INTEGRATION = (
 )
 LAST_OF_INTEGRATION = "server/test_protocol.py"  # its seeds take all cores
 
+SAMPLED_FROM = {"integration": 2, "slow": 4}  # tables of so many cells
+OF = 3  # cells, CI runs one
+ALL_CELLS = ("test_readme.py",)  # every command of the README works
+
 # Jobs that tests start read compiled files of Paceline instead of compiling it anew: a tenth of a small job's time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 
+def leave_out_cells(items):
+    """Mark the cells of tables that CI does not run."""
+    tables = defaultdict(list)
+    for item in items:
+        kind = next((name for name in ("complete", *SAMPLED_FROM) if item.get_closest_marker(name)), None)
+        tables[item.nodeid.split("[")[0]].append((kind, item))
+    for cells in tables.values():
+        if any(kind == "complete" for kind, _ in cells) or cells[0][1].path.name in ALL_CELLS:
+            continue
+        for kind, least in SAMPLED_FROM.items():
+            long = sorted(
+                (item for own, item in cells if own == kind), key=lambda item: zlib.crc32(item.nodeid.encode())
+            )
+            if len(long) >= least:
+                for item in long[-(-len(long) // OF) :]:
+                    item.add_marker("complete")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks
 def pytest_collection_modifyitems(config, items):
+    leave_out_cells(items)
     is_integration = config.option.markexpr.startswith("integration")
     longest = LONGEST_OF_INTEGRATION if is_integration else LONGEST
     lost = [name for name in (*longest, LAST_OF_INTEGRATION) if not (TESTS / name).is_file()]

@@ -40,6 +40,7 @@ def measured(folder, *words):
     return json.loads(done.stdout)
 
 
+@pytest.mark.complete
 def test_bench_step_prints_one_object(tmp_path):
     result = measured(tmp_path, "step", "--startup-rounds", "1")
     assert {row["name"] for row in result["rows"]} == ROWS

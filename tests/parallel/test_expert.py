@@ -21,7 +21,8 @@ from support.expert_models import MODELS, Mixture, Reader, workload
 from support.ranks import run_ranks
 from support.sample import COMPLETE, INTEGRATION, is_sampled
 
-LEAST_EQUAL = 0.85
+# A router's loss compares samples that other ranks have.
+REFUSED = {(name, f"{axis}=2,expert=2") for name in ("counted", "mixtral") for axis in ("replicate", "shard")}
 TWO = ("expert=2", "context=2")
 FOUR = (
     "expert=4",
@@ -93,14 +94,7 @@ def test_all_ranks_sum_gradients_of_experts_in_the_order_of_the_model():
 @pytest.mark.parametrize(("name", "plan"), [cell(*both) for both in (*CELLS, *CELLS_OF_FOUR)])
 def test_a_plan_is_one_rank_or_is_refused(name, plan):
     said = verdict(name, plan)
-    assert said == "equal" or said.startswith("refused: "), said
-
-
-@COMPLETE
-def test_hardly_anything_is_refused():
-    said = {cell: verdict(*cell) for cell in CELLS_OF_FOUR}
-    equal = sum(text == "equal" for text in said.values())
-    assert equal >= LEAST_EQUAL * len(CELLS_OF_FOUR), "\n".join(f"{cell}: {text}" for cell, text in said.items())
+    assert said.startswith("refused: ") if (name, plan) in REFUSED else said == "equal", said
 
 
 def first_words(model, batch):
