@@ -21,7 +21,11 @@ def global_norm(
         counted: whether this rank counts a parameter's part: of the ranks that hold the same part only one does.
         comms: the axes over which parts are spread; empty where every rank has everything.
     """
-    total = torch.zeros((), dtype=torch.float64)  # so that it does not depend on how tensors are cut
+    # In float64, so that it does not depend on how tensors are cut. On the gradients' device from the start: the host
+    # would wait for a copy.
+    parameters = list(parameters)
+    device = next((parameter.device for parameter in parameters if not parameter.is_meta), torch.device("cpu"))
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for parameter in parameters:
         gradient = local_gradient(parameter)
         if gradient is None or not counted.get(parameter, True):

@@ -48,6 +48,7 @@ from paceline.parallel.replicate.buffers import KeptBuffers
 from paceline.parallel.replicate.early import EarlySums, Foresight
 from paceline.parallel.replicate.strategy import Replicate
 from paceline.parallel.shard.owned_update import OwnedUpdates
+from paceline.parallel.step_stats import write_flags
 
 if TYPE_CHECKING:
     from paceline.parallel.shard.loop_models import LoopShards, RowUpdates
@@ -282,8 +283,8 @@ class PiecewiseParallel(Parallel):
             failure = error
         piece = Piece(SPLIT, number)
         self._say(piece)
-        self.mine[self._place(_BAD)] = failure is not None
-        self.mine[self._place(_ALIKE)] = forward.form_of(call)
+        self._write(self._place(_BAD), failure is not None)
+        self._write(self._place(_ALIKE), forward.form_of(call))
         sums = self._sum()
         if failure is not None:
             raise failure
@@ -403,7 +404,7 @@ class PiecewiseParallel(Parallel):
         self.raw = {parameter for parameter in self.raw if parameter.grad is not None}
         loss = loss.reshape(())
         self._say(piece)
-        self.mine[_WEIGHT] = 0.0 if keeps_pace else weight
+        self._write(_WEIGHT, 0.0 if keeps_pace else weight)
         loss = self._left_out(loss)
         detached = loss.detach()
         if factor is not None:
@@ -414,7 +415,8 @@ class PiecewiseParallel(Parallel):
         self.mine[self._place(_ALIKE)] = detached
         own_weight = self.mine[_WEIGHT].clone()
         if not self.counts_its_samples:
-            self.mine[_WEIGHT] = self.mine[_LOSS] = 0.0
+            self._write(_WEIGHT, 0.0)
+            self._write(_LOSS, 0.0)
         sums = self._sum()
         self.unread.append((piece, sums))
         # A GPU is not waited for: what its ranks have said is read before the update.
@@ -531,11 +533,12 @@ class PiecewiseParallel(Parallel):
         self._drop_early()
         self.foresight.end_step()
         self._say(piece)
-        self.mine[_STOP] = is_stopping
-        self.mine[self._place(_ALIKE)] = self._check_of(self._pieces())
+        self._write(_STOP, is_stopping)
+        pieces = self._pieces()
+        self._write(self._place(_ALIKE), self._check_of(pieces) if pieces else 0.0)
         changed = self.buffers.find_changed()
         if any(changed):
-            self.mine[self.buffers_at :] = torch.tensor(changed, dtype=torch.float64)
+            write_flags(self.mine[self.buffers_at :], changed)
         agreed = self._agree(piece)
         # Ranks of `tensor` change the same buffers: each change was counted by all of them.
         copies = self.comms.axes["tensor"].size
@@ -756,7 +759,7 @@ class PiecewiseParallel(Parallel):
         self._say(piece)
         wanted = [target for target in self.early if target in targets and target.early.is_begun]
         is_current = all(target.early.is_current() and not target.early.is_kept for target in wanted)
-        self.mine[_OTHERS] = self.is_mixed or not is_current
+        self._write(_OTHERS, self.is_mixed or not is_current)
         self._begin_sum()
         for target in self.early:  # in the order in which they began
             target.early.finish()
@@ -856,10 +859,17 @@ class PiecewiseParallel(Parallel):
 
     def _say(self, piece: Piece) -> None:
         self.mine.zero_()
-        self.mine[self._place(_CODE)] = piece.code
-        self.mine[self._place(_CHECK)] = piece.check
+        self._write(self._place(_CODE), piece.code)
+        self._write(self._place(_CHECK), piece.check)
         if self.tensor is not None:
-            self.mine[self._place(_ARGUMENTS)] = self.tensor.take_digest()
+            self._write(self._place(_ARGUMENTS), self.tensor.take_digest())
+
+    def _write(self, place: int, value: torch.Tensor | float) -> None:
+        """Write a number into this rank's message. A GPU is waited for where it is assigned, and not by `fill_`."""
+        if isinstance(value, torch.Tensor):
+            self.mine[place] = value
+        else:
+            self.mine[place].fill_(value)
 
     def _agree(self, piece: Piece) -> Agreed:
         """Add up the ranks' messages, and check that all are at the same piece.

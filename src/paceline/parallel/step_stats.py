@@ -79,9 +79,10 @@ class StepStatsReducer:
 
     def begin(self, is_stopping: bool, changed: Sequence[int]) -> None:
         """Send this rank's numbers; all its forward passes are done."""
-        self.mine[_STOP] = is_stopping
+        # On a GPU neither waits for the device, as an assignment of a number or of memory that is not pinned does.
+        self.mine[_STOP].fill_(is_stopping)
         if any(changed):
-            self.mine[_FIRST_RANK + self.comm.size :] = torch.tensor(changed, dtype=torch.float64)
+            write_flags(self.mine[_FIRST_RANK + self.comm.size :], changed)
         self.reducer.inboxes[self.reducer.turn].copy_(self.mine)
         self.reducer.begin()
 
@@ -99,3 +100,9 @@ class StepStatsReducer:
         changed = rest[self.comm.size :]
         bad_ranks = [self.comm.peers[index] for index, count in enumerate(bad) if count]
         return StepStats(loss, weight, stop > 0, bad_ranks, [round(count) for count in changed])
+
+
+def write_flags(into: torch.Tensor, flags: Sequence[int]) -> None:
+    """Write numbers of the host into a tensor, without waiting where that is a GPU's."""
+    numbers = torch.tensor(flags, dtype=into.dtype, pin_memory=into.is_cuda)
+    into.copy_(numbers, non_blocking=True)

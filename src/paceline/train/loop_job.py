@@ -480,11 +480,11 @@ class LoopJob(Job):
             return math.inf
         self._reduce(target)
         with self._located():
-            norm = finite_norm(self.parallel.norm_of(target))
+            norm = self.parallel.norm_of(target)
+            self.norm = finite_norm(norm)
         if not math.isinf(max_norm):
             # The factor is that of torch's clip_grad_norm_, with its 1e-6.
             self.parallel.scale(target, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-        self.norm = float(norm)
         return self.norm
 
     def gradients(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, torch.Tensor]:

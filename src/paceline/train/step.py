@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -107,23 +108,25 @@ def clip(parallel: Parallel, clip_norm: float) -> float:
     Raises:
         LossError: the norm is not finite.
     """
-    norm = finite_norm(parallel.gradient_norm())
+    norm = parallel.gradient_norm()
+    read = finite_norm(norm)
     # The factor is that of torch's clip_grad_norm_, with its 1e-6.
     factor = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
     scale_gradients(parallel.placed.updated().values(), factor)
-    return float(norm)
+    return read
 
 
-def finite_norm(norm: torch.Tensor) -> torch.Tensor:
-    """Return the norm of the gradient.
+def finite_norm(norm: torch.Tensor) -> float:
+    """Read the norm of the gradient: once, as the host waits for the device each time.
 
     Raises:
         LossError: it is not finite.
     """
-    if not torch.isfinite(norm):
+    read = float(norm)
+    if not math.isfinite(read):
         raise LossError(
             "the gradient's norm should be a finite number",
-            f"it is {float(norm)} although the loss is finite; the parameters were left as they were",
+            f"it is {read} although the loss is finite; the parameters were left as they were",
             "lower the learning rate, use precision float32, or look for samples at which the loss has no gradient",
         )
-    return norm
+    return read

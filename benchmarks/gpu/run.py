@@ -1,0 +1,385 @@
+"""Train a GPT-2 on one GPU with Paceline and with what else there is, in turn, and print what each step takes.
+
+Measured of each: the time of a step, the share of the GPU's arithmetic that the model's uses (MFU), the largest memory
+that torch's allocator handed out, and how often in a step the host waits for the device. All compute the same steps:
+the losses of the last one are printed. First the steps of a small model on the GPU are held against those on the CPU,
+in float64.
+
+    python benchmarks/gpu/run.py --json result.json      # two minutes on an H100
+    python benchmarks/gpu/run.py --device cpu --tiny     # that the script works
+
+It needs transformers, accelerate and lightning: `pip install "paceline[bench]"`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import gc
+import json
+import statistics
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import paceline
+from paceline.comm import api
+from paceline.nouns.plan import Plan
+from paceline.train.job import Job
+
+PEAK_FLOPS = {"H100 80GB HBM3": 989e12, "H200": 989e12, "A100": 312e12}  # dense bf16, of the vendor's data sheets
+WARM_UP = 5  # steps before the timed ones
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained: sizes of a GPT-2, tokens of a sample, samples of a step, steps of a turn."""
+
+    layers: int
+    width: int
+    heads: int
+    words: int
+    length: int
+    batch: int
+    steps: int
+    device: torch.device
+
+    def model(self) -> Any:
+        """Return the model, made from the same random numbers each time, on the CPU."""
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        torch.manual_seed(0)
+        sizes = {"n_layer": self.layers, "n_embd": self.width, "n_head": self.heads, "n_positions": self.length}
+        none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        config = GPT2Config(vocab_size=self.words, use_cache=False, bos_token_id=1, eos_token_id=1, **sizes, **none)
+        return GPT2LMHeadModel(config)
+
+    def data(self) -> torch.Tensor:
+        """Return (samples, tokens)."""
+        random = torch.Generator().manual_seed(1)
+        return torch.randint(self.words, (self.batch * self.steps, self.length), generator=random)
+
+    def loader(self) -> DataLoader[Any]:
+        """Return the samples in their order."""
+        return DataLoader(self.data(), batch_size=self.batch, pin_memory=self.device.type == "cuda")  # type: ignore[arg-type]
+
+    @property
+    def step_flops(self) -> float:
+        """Return what forward and backward passes of a step compute (Chowdhery et al. 2022, PaLM, appendix B)."""
+        parameters = 12 * self.layers * self.width**2 + self.words * self.width
+        per_token = 6 * parameters + 12 * self.layers * self.width * self.length
+        return float(per_token * self.batch * self.length)
+
+
+class Clock:
+    """Takes the time of steps: `tick` after each. Only the last one waits for the device."""
+
+    def __init__(self, device: torch.device, count_waits: bool) -> None:
+        self.device = device
+        self.count_waits = count_waits and device.type == "cuda"
+        self.times: list[float] = []
+        self.waits: collections.Counter[str] = collections.Counter()
+        self.counted = 0
+        self._stack = contextlib.ExitStack()
+
+    def tick(self) -> None:
+        """Note that a step has been handed to the device."""
+        self.times.append(time.perf_counter())
+        if self.count_waits and len(self.times) == WARM_UP:
+            self._stack.enter_context(_waits_into(self.waits))
+        self.counted += self.count_waits and len(self.times) > WARM_UP
+
+    def stop(self) -> None:
+        """Wait for the device: the time of the last step is that of its end."""
+        self._stack.close()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.times[-1] = time.perf_counter()
+
+    @property
+    def step_s(self) -> float:
+        """Return the mean time of a step after the first ones: a single one's is when it was handed over."""
+        timed = self.times[WARM_UP - 1 :]
+        return (timed[-1] - timed[0]) / (len(timed) - 1)
+
+
+@contextlib.contextmanager
+def _waits_into(waits: collections.Counter[str]) -> Iterator[None]:
+    """Count where the host waits for the device, as torch's debug mode sees it."""
+    torch.cuda.set_sync_debug_mode("warn")
+    kept = warnings.showwarning
+
+    def show(message: Any, *others: Any, **named: Any) -> None:
+        if "synchroniz" in str(message):
+            frame = [frame for frame in traceback.extract_stack()[:-1] if "warnings" not in frame.filename][-1]
+            waits[f"{Path(frame.filename).name}:{frame.name}"] += 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = show
+        try:
+            yield
+        finally:
+            warnings.showwarning = kept
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def loss_sum(model: Any, ids: Any) -> Any:
+    """Return the sum of the next words' losses, and how many there are."""
+    scores = model(input_ids=ids).logits
+    labels = ids[:, 1:]
+    return F.cross_entropy(scores[:, :-1].flatten(0, 1).float(), labels.flatten(), reduction="sum"), labels.numel()
+
+
+def optimizer_of(model: Any) -> torch.optim.Optimizer:
+    """Return the optimizer of all contestants."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+
+def mean_loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Return the mean loss."""
+    total, count = loss_sum(model, ids)
+    return total / count  # type: ignore[no-any-return]
+
+
+def raw_torch(task: Task, clock: Clock, wrap: Callable[[Any], Any]) -> float:
+    """Train by a loop of plain torch."""
+    model = wrap(task.model().to(task.device))
+    optimizer = optimizer_of(model)
+    loss = torch.zeros(())
+    for batch in task.loader():
+        ids = batch.to(task.device, non_blocking=True)
+        optimizer.zero_grad()
+        with torch.autocast(task.device.type, torch.bfloat16):
+            loss = mean_loss(model, ids)
+        loss.backward()
+        optimizer.step()
+        clock.tick()
+    return float(loss.detach())
+
+
+def paceline_job(task: Task, clock: Clock, wrap: Callable[[Any], Any]) -> float:
+    """Train a Workload."""
+    workload = paceline.Workload(
+        model=lambda: wrap(task.model()), loss=loss_sum, optimizer=optimizer_of, data=None, precision="bf16",
+        steps=task.steps, epochs=1,
+    )  # fmt: skip
+    job = Job(workload, Plan())
+    mean = 0.0
+    for batch in task.loader():
+        mean = job.step(batch)
+        clock.tick()
+    job.close()
+    return mean
+
+
+def paceline_loop(task: Task, clock: Clock, wrap: Callable[[Any], Any]) -> float:
+    """Train by a loop of one's own."""
+    model = wrap(task.model())
+    job, model, optimizer, loader = paceline.prepare(model, optimizer_of(model), task.loader())
+    loss = torch.zeros(())
+    for batch in loader:
+        optimizer.zero_grad()
+        with torch.autocast(task.device.type, torch.bfloat16):
+            loss = mean_loss(model, batch)
+        job.backward(loss)
+        optimizer.step()
+        clock.tick()
+    job.close()
+    return float(loss.detach())
+
+
+def accelerate(task: Task, clock: Clock, wrap: Callable[[Any], Any]) -> float:
+    """Train with Hugging Face Accelerate."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(mixed_precision="bf16", cpu=task.device.type == "cpu")
+    made = wrap(task.model())
+    model, optimizer, loader = accelerator.prepare(made, optimizer_of(made), task.loader())
+    loss = torch.zeros(())
+    for batch in loader:
+        optimizer.zero_grad()
+        loss = mean_loss(model, batch)
+        accelerator.backward(loss)
+        optimizer.step()
+        clock.tick()
+    accelerator.free_memory()
+    return float(loss.detach())
+
+
+def fabric(task: Task, clock: Clock, wrap: Callable[[Any], Any]) -> float:
+    """Train with Lightning Fabric."""
+    from lightning.fabric import Fabric
+
+    made = Fabric(accelerator=task.device.type, devices=1, precision="bf16-mixed")
+    plain = wrap(task.model())
+    model, optimizer = made.setup(plain, optimizer_of(plain))
+    loader = made.setup_dataloaders(task.loader())
+    loss = torch.zeros(())
+    for batch in loader:
+        optimizer.zero_grad()
+        loss = mean_loss(model, batch)
+        made.backward(loss)
+        optimizer.step()
+        clock.tick()
+    return float(loss.detach())
+
+
+CONTESTANTS: dict[str, Callable[[Task, Clock, Callable[[Any], Any]], float]] = {
+    "raw torch": raw_torch,
+    "Paceline, Workload": paceline_job,
+    "Paceline, own loop": paceline_loop,
+    "Accelerate": accelerate,
+    "Lightning Fabric": fabric,
+}
+
+
+def as_it_is(model: Any) -> Any:
+    """Return the model."""
+    return model
+
+
+def time_steps(task: Task, names: Sequence[str], rounds: int, wrap: Callable[[Any], Any]) -> list[dict[str, Any]]:
+    """Let the contestants train in turn; return a row for each."""
+    rows: dict[str, dict[str, Any]] = {name: {"name": name, "step_ms": []} for name in names}
+    for number in range(rounds):
+        for name in names:
+            train = CONTESTANTS[name]
+            gc.collect()
+            if task.device.type == "cuda":
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            counts_waits = number == rounds - 1  # which the time of the others is free of
+            clock = Clock(task.device, counts_waits)
+            row = rows[name]
+            try:
+                row["loss"] = train(task, clock, wrap)
+            except Exception as error:
+                row["failed"] = f"{type(error).__name__}: {error}".splitlines()[0]
+                continue
+            clock.stop()
+            if counts_waits and task.device.type == "cuda":
+                row["waits"] = round(clock.waits.total() / max(clock.counted, 1), 2)
+                row["waits_at"] = dict(clock.waits)
+            else:
+                row["step_ms"].append(round(1000 * clock.step_s, 3))
+            if task.device.type == "cuda":
+                row["peak_mib"] = round(torch.cuda.max_memory_allocated() / 2**20)
+    return list(rows.values())
+
+
+def same_as_cpu(device: torch.device) -> list[dict[str, Any]]:
+    """Train small models with several options in float64, on the device and on the CPU; return the differences."""
+    small = Task(2, 32, 4, 64, 16, 4, 5, device)
+    options: dict[str, tuple[dict[str, Any], Plan]] = {
+        "plain": ({}, Plan()),
+        "clip_norm": ({"clip_norm": 0.5}, Plan()),
+        "micro-batches": ({"micro_batch_size": 1}, Plan()),
+        "checkpointing": ({}, Plan(checkpointing="full")),
+    }
+    found = []
+    for name, (parts, plan) in options.items():
+        losses = []
+        for where in (device, torch.device("cpu")):
+            workload = paceline.Workload(
+                model=small.model, loss=_wide_loss, optimizer=optimizer_of, data=small.data(), batch_size=small.batch,
+                precision="float64", epochs=1, **parts,
+            )  # fmt: skip
+            with _ranks_on(where):
+                job = Job(workload, plan)
+                losses.append([job.step(batch) for batch in job.batches()])
+                job.close()
+        worst = max(abs(one - other) / abs(other) for one, other in zip(*losses, strict=True))
+        found.append({"option": name, "steps": small.steps, "largest_difference": worst, "equal": worst < 1e-10})
+    return found
+
+
+def _wide_loss(model: Any, ids: torch.Tensor) -> Any:
+    scores = model(input_ids=ids).logits
+    return F.cross_entropy(scores.flatten(0, 1), ids.flatten(), reduction="sum"), ids.numel()
+
+
+@contextlib.contextmanager
+def _ranks_on(device: torch.device) -> Iterator[None]:
+    """Have ranks compute on the CPU where `device` is one, also where there are GPUs."""
+    kept = torch.cuda.is_available
+    if device.type == "cpu":
+        torch.cuda.is_available = lambda: False
+    try:
+        yield
+    finally:
+        torch.cuda.is_available = kept
+
+
+def table(rows: list[dict[str, Any]], task: Task, peak_flops: float | None) -> str:
+    """Return aligned lines: a row for each contestant, its time as a ratio to the first one's."""
+    base = statistics.median(rows[0]["step_ms"])
+    lines = [f"{'':20} {'ms/step':>9} {'ratio':>7} {'MFU':>6} {'peak MiB':>9} {'waits/step':>10} {'last loss':>10}"]
+    for row in rows:
+        if "failed" in row:
+            lines.append(f"{row['name']:20} failed: {row['failed'][:90]}")
+            continue
+        median = statistics.median(row["step_ms"])
+        share = "-" if peak_flops is None else f"{task.step_flops / (median / 1000) / peak_flops:.1%}"
+        lines.append(
+            f"{row['name']:20} {median:9.2f} {median / base:7.3f} {share:>6} {row.get('peak_mib', '-'):>9} "
+            f"{row.get('waits', '-'):>10} {row['loss']:10.5f}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run all; print tables; exit with 1 where something is not equal or failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a model of two layers")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each; the last one counts waits")
+    parser.add_argument("--steps", type=int, default=25, help="of each turn")
+    parser.add_argument("--compile", action="store_true", help="also with torch.compile in each contestant")
+    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS), help="leave out others")
+    parser.add_argument("--json", type=Path, help="write everything that was measured to a file")
+    arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no GPU here; --device cpu --tiny shows that the script works")
+    if arguments.rounds < 2 or arguments.steps < WARM_UP + 2:
+        parser.error(f"needs at least 2 rounds of {WARM_UP + 2} steps")
+    device = torch.device(arguments.device, 0) if arguments.device == "cuda" else torch.device("cpu")
+    sizes = (2, 64, 4, 256, 32, 4) if arguments.tiny else (12, 768, 12, 50257, 1024, 16)
+    task = Task(*sizes, arguments.steps, device)
+    api.init()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+    result: dict[str, Any] = {"device": name, "torch": torch.__version__, "task": {**vars(task), "device": str(device)}}
+    print(f"{name}, torch {torch.__version__}: GPT-2, bf16, {task.batch} x {task.length} tokens", flush=True)
+    result["same_as_cpu"] = same_as_cpu(device)
+    for row in result["same_as_cpu"]:
+        differs = f"differs from the CPU by {row['largest_difference']:.1e} in {row['steps']} steps"
+        print(f"  float64, {row['option']:14} {differs}")
+    result["steps"] = time_steps(task, arguments.only, arguments.rounds, as_it_is)
+    print(table(result["steps"], task, peak), flush=True)
+    if arguments.compile:
+        result["compiled"] = time_steps(task, arguments.only, arguments.rounds, torch.compile)
+        print("with torch.compile\n" + table(result["compiled"], task, peak), flush=True)
+    rows = [*result["steps"], *result.get("compiled", [])]
+    for row in rows:
+        for where, count in row.get("waits_at", {}).items():
+            print(f"  {row['name']}: waits at {where}, {count} times")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    failed = [row["name"] for row in rows if "failed" in row]
+    unequal = [row["option"] for row in result["same_as_cpu"] if not row["equal"]]
+    return 1 if failed or unequal else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""The script that measures steps on a GPU works, here on a CPU with a tiny model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from support.shown import ROOT
+
+SCRIPT = ROOT / "benchmarks" / "gpu" / "run.py"
+
+
+def run(*words):
+    return subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True, timeout=600)
+
+
+@pytest.mark.integration
+def test_every_contestant_takes_the_same_steps(tmp_path):
+    done = run("--device", "cpu", "--tiny", "--rounds", "2", "--steps", "7", "--json", str(tmp_path / "made.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    made = json.loads((tmp_path / "made.json").read_text())
+    assert len(made["steps"]) == 5
+    first = made["steps"][0]["loss"]
+    for row in made["steps"]:
+        assert row["loss"] == pytest.approx(first, rel=1e-3), row
+        assert len(row["step_ms"]) == 2
+        assert row["name"] in done.stdout
+    assert [row["option"] for row in made["same_as_cpu"] if row["equal"]] == [
+        "plain", "clip_norm", "micro-batches", "checkpointing",
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), "there is no GPU here"),
+        (("--device", "cpu", "--rounds", "1"), "needs at least 2 rounds"),
+        (("--device", "cpu", "--steps", "3"), "needs at least 2 rounds of 7 steps"),
+    ],
+)
+def test_what_it_cannot_measure_is_refused(words, says):
+    done = run(*words)
+    assert done.returncode == 2
+    assert says in done.stderr
