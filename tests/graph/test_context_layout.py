@@ -107,6 +107,23 @@ def test_what_only_looks_like_attention_is_left_alone():
         assert by_hand(other) == 0, other.__name__
 
 
+@pytest.mark.parametrize(
+    ("fills", "found"),
+    [((-1e9,), 2), ((-1e4,), 2), ((float("-inf"),), 2), ((-1e9, -1e9), 2), ((-1e9, float("-inf")), 2),
+     ((-1e30, -1e38), 2), ((-1e9, -1e4), 0), ((-1e38, -1e9), 0), ((-9e3,), 0), ((1e9,), 0)],
+)  # fmt: skip
+def test_masks_are_large_numbers_that_hide_alike(fills, found):
+    """Beside -1e9 a key that -1e4 hides is seen, in a row that sees no other."""
+
+    def masked(query, key, value):
+        scores = query @ key.transpose(-1, -2)
+        for number, fill in enumerate(fills):
+            scores = scores.masked_fill(torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1 + number), fill)
+        return torch.softmax(scores, -1) @ value
+
+    assert by_hand(masked) == found
+
+
 @pytest.mark.parametrize("length", [16, 17, 250, 4097])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_causal_work_is_balanced(length, ranks):

@@ -132,15 +132,16 @@ def test_means_over_rows_of_probabilities_and_gradients_by_frequency():
 class Hidden(nn.Module):
     """Two masks fill one after the other, so that some rows see nothing; then queries that all samples share."""
 
-    def __init__(self):
+    def __init__(self, fill):
         super().__init__()
+        self.fill = fill
         self.words, self.inward, self.last = nn.Embedding(WORDS, 16), nn.Linear(16, 48), nn.Linear(32, WORDS)
         self.shared = nn.Parameter(torch.randn(1, 2, 16))
 
     def forward(self, ids):
         query, key, value = self.inward(self.words(ids)).chunk(3, -1)
         places = torch.arange(ids.shape[1])
-        least = torch.finfo(query.dtype).min
+        least = torch.finfo(query.dtype).min if self.fill is None else self.fill
         scores = (query @ key.transpose(1, 2) / 4).masked_fill(places[:, None] < places, least)
         scores = scores.masked_fill((ids == 0)[:, None], least)
         seen = scores.softmax(-1) @ value
@@ -159,7 +160,7 @@ def cut_to_one(samples):
     return {"ids": ids[:, -1:] if (ids == 1).any() else ids}
 
 
-def train_hidden(rank, plan):
+def train_hidden(rank, plan, fill):
     api.init()
     ids = torch.randint(2, WORDS, (8, LENGTH), generator=torch.Generator().manual_seed(5))
     ids[6, 3] = 1
@@ -167,7 +168,9 @@ def train_hidden(rank, plan):
     ids[1, :] = 0
     data = [{"ids": row} for row in ids]
     short = [{"ids": row[-1:]} for row in ids]  # too short for two ranks
-    workload = two_steps(model=Hidden, loss=next_word, data=data, batch_size=4, collate=cut_to_one)
+    workload = two_steps(
+        model=functools.partial(Hidden, fill), loss=next_word, data=data, batch_size=4, collate=cut_to_one
+    )
     job = Job(workload, Plan.parse(plan))
     scored = [job.evaluate(short)["loss"]]
     means = [job.step(batch) for batch in job.batches()]
@@ -175,10 +178,10 @@ def train_hidden(rank, plan):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["", ",context_by=ring"])
-def test_rows_that_see_nothing_shared_queries_and_short_evaluations(way):
-    (alone,) = run_ranks(1, train_hidden, "replicate=1")
-    assert run_ranks(2, train_hidden, "context=2" + way) == [pytest.approx(alone, rel=1e-10)] * 2
+@pytest.mark.parametrize(("way", "fill"), [("", None), (",context_by=ring", None), (",context_by=ring", -1e9)])
+def test_rows_that_see_nothing_shared_queries_and_short_evaluations(way, fill):
+    (alone,) = run_ranks(1, train_hidden, "replicate=1", fill)
+    assert run_ranks(2, train_hidden, "context=2" + way, fill) == [pytest.approx(alone, rel=1e-10)] * 2
 
 
 @pytest.mark.slow

@@ -23,7 +23,8 @@ aten = torch.ops.aten
 _SOFTMAX = (aten.softmax.int, aten._softmax.default, aten._safe_softmax.default)
 _PRODUCTS = (aten.matmul.default, aten.bmm.default)
 _CASTS = (aten.to.dtype, aten._to_copy.default)
-_HIDDEN = -1e30  # what a mask fills in; a score that is added to less is rounded away
+_HIDDEN = -1e4  # the least that a mask fills in: nothing is left of it in a softmax beside any score
+_ROUNDS_AWAY = -1e30  # a score that is added to less is rounded away
 
 
 @dataclass(slots=True)
@@ -64,7 +65,7 @@ def _merge(captured: Captured, softmax: fx.Node) -> bool:
     shapes = [shape_of(source) for source in (query, keys_across, value)]
     if any(len(shape) != rank or shape[:-2] != shapes[0][:-2] for shape in shapes):
         return False
-    if any(len(shape_of(_tensor_of(item))) < 2 for item in scores.added):
+    if any(len(shape_of(_tensor_of(item))) < 2 for item in scores.added) or not _fills_alike(scores):
         return False
     writer = _Writer(captured, end)
     key = _transposed(writer, keys_across)
@@ -83,6 +84,12 @@ def _merge(captured: Captured, softmax: fx.Node) -> bool:
     new.meta["original"] = end.meta.get("original", end.name)
     end.replace_all_uses_with(new)
     return True
+
+
+def _fills_alike(scores: _Scores) -> bool:
+    """True if it makes no difference which number hides a key: a row that sees nothing weighs all of them alike."""
+    fills = {item[1] for item in scores.added if isinstance(item, tuple)} - {-math.inf}
+    return len(fills) < 2 or max(fills) <= _ROUNDS_AWAY
 
 
 def _tensor_of(item: Any) -> fx.Node:
@@ -183,8 +190,8 @@ class _Writer:
         dtype = self.before.meta["val"].dtype
         if before is None:
             before = self.call(aten.zeros_like.default, hidden, dtype=dtype)
-        # The least number of a narrower dtype would not be the least of this one.
-        least = fill if fill == -math.inf else max(fill, torch.finfo(dtype).min)
+        # Not `fill` itself: a score that -1e9 is added to would not be the same as all others.
+        least = fill if fill == -math.inf else torch.finfo(dtype).min
         return self.call(aten.masked_fill.Scalar, before, hidden, least)
 
 
