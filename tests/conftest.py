@@ -1,6 +1,6 @@
 """Which tests CI runs, and how two processes share them.
 
-Of a table of long tests CI runs a third of the cells, at least one; the others are `complete`. Which ones depends on
+Of a table of long tests CI runs a quarter of the cells, at least one; the others are `complete`. Which ones depends on
 their names alone, so a cell that is added changes no other's place. A table that has `complete` cells already has
 chosen for itself (`support/sample.py`). The longest files come first, so that neither process waits for the other.
 """
@@ -14,6 +14,8 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+
+from support.sample import skip_if_late
 
 TESTS = Path(__file__).parent
 # Measured with `--durations`; the other files follow as they are found.
@@ -63,8 +65,8 @@ LONGEST_OF_INTEGRATION = (
 )
 LAST_OF_INTEGRATION = "server/test_protocol.py"  # its seeds take all cores
 
-SAMPLED_FROM = {"integration": 2, "slow": 4}  # tables of so many cells
-OF = 3  # cells, CI runs one
+SAMPLED_FROM = {"integration": 2, "slow": 3}  # tables of so many cells
+OF = 4  # cells, CI runs one
 ALL_CELLS = ("test_readme.py",)  # every command of the README works
 
 # Jobs that tests start read compiled files of Paceline instead of compiling it anew: a tenth of a small job's time.
@@ -106,6 +108,11 @@ def pytest_collection_modifyitems(config, items):
         return len(longest) + is_last
 
     items.sort(key=place)  # stable: the others as they were found
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("integration"):
+        skip_if_late()
 
 
 @pytest.fixture(autouse=True)

@@ -81,6 +81,7 @@ print("a person's own line")
 
 
 @SLOW
+@pytest.mark.complete
 def test_what_does_not_fit_fits_with_its_state_in_parts(tmp_path):
     (tmp_path / "large.py").write_text(LARGE)
     # 64 MiB of parameters, of gradients and of AdamW's temporaries, and 128 of its state; 768 of CUDA and NCCL.

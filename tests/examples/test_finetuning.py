@@ -94,6 +94,7 @@ def test_ranks_end_as_before_also_after_a_kill(plan, before, tmp_path):
 @pytest.mark.parametrize(
     "split", [pytest.param(True, marks=pytest.mark.integration), pytest.param(False, marks=pytest.mark.complete)]
 )
+@pytest.mark.complete
 def test_verify_and_plan_take_the_script(split, tmp_path):
     text = AFTER if split else re.sub(r" *accelerator_config=.*\n", "", AFTER)
     (tmp_path / "finetune.py").write_text(text)

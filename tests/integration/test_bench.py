@@ -49,6 +49,7 @@ def test_bench_step_prints_one_object(tmp_path):
     assert all(row["samples_per_s"] > 0 for row in result["rows"])
 
 
+@pytest.mark.complete
 def test_bench_strategies_compares_sides_that_compute_the_same(tmp_path):
     result = measured(tmp_path, "strategies")
     assert {row["name"] for row in result["rows"]} == {

@@ -356,6 +356,7 @@ def test_a_host_that_is_not_ready_is_one_error_before_anything_starts(bert, host
 
 
 @needs_hosts
+@pytest.mark.complete
 def test_hosts_that_come_and_go(bert, tmp_path):
     """Two hosts, then three, then one of them is cut off: each step is taken once, in the order of one process."""
     known = tmp_path / "known"
@@ -498,6 +499,7 @@ def test_a_local_ray(bert):
 
 
 @needs_ray
+@pytest.mark.complete
 def test_a_rank_that_leaves_under_ray(tmp_path):
     words = ("--on", "ray", "-n", 2, "--job", "left", write_workload(tmp_path, loop=LATE))
     check_left(tmp_path, "left", run(tmp_path, *words).returncode)

@@ -141,6 +141,7 @@ def test_a_stop_while_too_few_hosts_are_left_writes_a_result(tmp_path, hosts, wa
     assert result["steps"] == max(losses(tmp_path / "runs" / "a"))
 
 
+@pytest.mark.complete
 def test_the_lease_ends_ranks_that_write_without_end(tmp_path):
     """A host that is cut off while its ranks fill every pipe: they are gone before others may start."""
     noisy = '    print("x" * 100000, flush=True)'

@@ -75,6 +75,7 @@ def clone(tmp_path):
     return tree
 
 
+@pytest.mark.complete
 def test_a_dry_run_makes_every_file_the_same_each_time(clone, tmp_path):
     first = release(clone, "--dry-run", "--share-packages")
     assert first.returncode == 0, first.stdout + first.stderr

@@ -185,6 +185,7 @@ def test_a_process_that_is_stopped_and_goes_on(tmp_path, calm, who):
     check_equal(saved(tmp_path, "wild"), calm(120))
 
 
+@pytest.mark.complete
 def test_a_worker_that_is_stopped_for_good_is_replaced(tmp_path, calm, monkeypatch):
     monkeypatch.setenv("PACELINE_SILENCE_S", "7")
     process = slow_job(tmp_path, 60, pause="0.2")
@@ -199,6 +200,7 @@ def test_a_worker_that_is_stopped_for_good_is_replaced(tmp_path, calm, monkeypat
     check_equal(saved(tmp_path, "wild"), calm(60))
 
 
+@pytest.mark.complete
 def test_a_quorum_goes_on_without_a_worker_that_is_stopped_for_good(tmp_path, monkeypatch):
     monkeypatch.setenv("PACELINE_SILENCE_S", "1000")  # nobody takes its place
     process = slow_job(tmp_path, 300, plan="server=1,mode=quorum,quorum=2", workers=3)

@@ -168,6 +168,7 @@ def test_without_a_host_the_others_go_on_where_the_mode_allows_it(tmp_path):
     assert f"mode=quorum left out {result['left_out']['gradients']} of {2 * STEPS} gradients" in out
 
 
+@pytest.mark.complete
 def test_under_sync_the_job_ends_with_a_workers_host_and_goes_on_later(tmp_path, expected):
     """Without its samples nobody goes on."""
     every = ("--checkpoint-every", "5")
@@ -187,6 +188,7 @@ def test_under_sync_the_job_ends_with_a_workers_host_and_goes_on_later(tmp_path,
     check_equal(saved(tmp_path, "wild"), expected)
 
 
+@pytest.mark.complete
 def test_without_the_coordinators_host_the_job_ends_and_goes_on_later(tmp_path):
     """Until its agent knows, the host that is cut off takes the other for dead, and may go on by itself."""
     with namespaces.hosts(tmp_path / "hosts") as hosts:

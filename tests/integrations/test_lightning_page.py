@@ -79,6 +79,7 @@ def test_the_script_of_the_migration_page_ends_as_the_one_by_ddp(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.complete
 def test_the_example_is_the_same_without_the_command(tmp_path):
     done = subprocess.run([sys.executable, str(EXAMPLE)], cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
@@ -86,6 +87,7 @@ def test_the_example_is_the_same_without_the_command(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.complete
 def test_a_killed_example_goes_on(tmp_path):
     text = EXAMPLE.read_text().replace("\n    def configure_optimizers", f"{STOPPED}\n    def configure_optimizers")
     (tmp_path / "train.py").write_text(text)

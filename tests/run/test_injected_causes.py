@@ -210,6 +210,7 @@ def test_what_a_job_of_two_ranks_does(name, job):
     assert [word for word in words if word not in cause.text] == []
 
 
+@pytest.mark.complete
 def test_a_rank_that_shares_its_only_core(job):
     rank = job.rank(1)
     before = os.sched_getaffinity(rank.pid)

@@ -55,6 +55,7 @@ def test_what_is_right_is_not_called_a_bug():
 
 
 @pytest.mark.integration
+@pytest.mark.complete
 def test_many_of_them():
     run_many(int(os.environ.get("PACELINE_EXAMPLES", "25")))
 
