@@ -1,7 +1,7 @@
 """Which tests CI runs, and how two processes share them.
 
 Of a table of long tests CI runs a quarter of the cells, at least one; the others are `complete`. Which ones depends on
-their names alone, so a cell that is added changes no other's place. A table that has `complete` cells already has
+their names alone, so a cell that is added displaces at most one. A table that has `complete` cells already has
 chosen for itself (`support/sample.py`). The longest files come first, so that neither process waits for the other.
 """
 

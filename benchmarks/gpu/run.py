@@ -101,10 +101,14 @@ class Clock:
 
     def stop(self) -> None:
         """Wait for the device: the time of the last step is that of its end."""
-        self._stack.close()
+        self.close()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.times[-1] = time.perf_counter()
+
+    def close(self) -> None:
+        """Count no more waits."""
+        self._stack.close()
 
     @property
     def step_s(self) -> float:
@@ -267,6 +271,8 @@ def time_steps(task: Task, names: Sequence[str], rounds: int, wrap: Callable[[An
             except Exception as error:
                 row["failed"] = f"{type(error).__name__}: {error}".splitlines()[0]
                 continue
+            finally:
+                clock.close()
             clock.stop()
             if counts_waits and task.device.type == "cuda":
                 row["waits"] = round(clock.waits.total() / max(clock.counted, 1), 2)
@@ -322,8 +328,8 @@ def _ranks_on(device: torch.device) -> Iterator[None]:
 
 
 def table(rows: list[dict[str, Any]], task: Task, peak_flops: float | None) -> str:
-    """Return aligned lines: a row for each contestant, its time as a ratio to the first one's."""
-    base = statistics.median(rows[0]["step_ms"])
+    """Return aligned lines: a row for each contestant, its time as a ratio to that of the first that worked."""
+    base = next((statistics.median(row["step_ms"]) for row in rows if "failed" not in row), 0.0)
     lines = [f"{'':20} {'ms/step':>9} {'ratio':>7} {'MFU':>6} {'peak MiB':>9} {'waits/step':>10} {'last loss':>10}"]
     for row in rows:
         if "failed" in row:
@@ -343,7 +349,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model of two layers")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each; the last one counts waits")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each; on a GPU the last one counts waits")
     parser.add_argument("--steps", type=int, default=25, help="of each turn")
     parser.add_argument("--compile", action="store_true", help="also with torch.compile in each contestant")
     parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS), help="leave out others")
