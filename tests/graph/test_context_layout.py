@@ -7,11 +7,12 @@ import torch
 from torch.utils.data import default_collate
 
 from paceline.comm.sequence import AttentionSplit, pairs_seen
-from paceline.graph.capture import capture, skeleton
+from paceline.graph.capture import capture
 from paceline.graph.context_layout import attention_cost, split_sequence
 from paceline.graph.find_attention import merge_attention
 from paceline.graph.labels import tensor_inputs
 from paceline.graph.reshape_rules import shape_of
+from paceline.graph.skeleton import skeleton
 from paceline.nouns.errors import PlanError
 from paceline.nouns.plan import Plan
 from paceline.profile.describe_split import describe_split

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from paceline.comm.pytree import tensors_in
-from paceline.graph.capture import capture, skeleton
+from paceline.graph.capture import capture
+from paceline.graph.skeleton import skeleton
 from paceline.graph.stages import _crossing_bytes, computed_anew, cut_out
 
 WIDE = 8

@@ -10,11 +10,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 
-from paceline.graph.capture import capture, skeleton
+from paceline.graph.capture import capture
 from paceline.graph.context_layout import split_sequence
 from paceline.graph.expert_layout import describe_experts, spread_experts
 from paceline.graph.find_experts import find_experts
 from paceline.graph.loss_is_additive import coupled_at
+from paceline.graph.skeleton import skeleton
 from paceline.nouns.errors import PlanError
 from paceline.nouns.loop_plan import check_plan_of_loop
 from paceline.nouns.plan import Plan

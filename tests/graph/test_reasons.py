@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.graph.capture import capture, skeleton
+from paceline.graph.capture import capture
 from paceline.graph.explain import why_nothing_is_split
+from paceline.graph.skeleton import skeleton
 from paceline.verify.ranks.reference import as_workload_error
 
 

@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from paceline.graph.capture import capture, skeleton
+from paceline.graph.capture import capture
 from paceline.graph.loss_is_additive import coupled_at
+from paceline.graph.skeleton import skeleton
 
 SAMPLES = 6
 

@@ -8,8 +8,9 @@ from torch import fx, nn
 from updating import WIDE, assert_same, batches, captured_of, in_stages, loss, make, states_of, trained
 
 from paceline.comm.pytree import tensors_in
-from paceline.graph.capture import capture, skeleton
+from paceline.graph.capture import capture
 from paceline.graph.functional import copy_states_that_are_read
+from paceline.graph.skeleton import skeleton
 from paceline.graph.stages import assign_stages
 from paceline.graph.writes import Write, check_same_writes
 from paceline.nouns.errors import WorkloadError

@@ -13,7 +13,8 @@ from torch import fx, nn
 from paceline.comm.collectives import AxisComm
 from paceline.comm.ledger import Ledger
 from paceline.comm.pytree import tensors_in
-from paceline.graph.capture import Captured, capture, skeleton
+from paceline.graph.capture import Captured, capture
+from paceline.graph.skeleton import skeleton
 from paceline.graph.stage_writes import check_stage_writes
 from paceline.graph.stages import assign_stages, cut_out
 

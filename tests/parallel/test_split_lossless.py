@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 import paceline
 from paceline.comm import api
-from paceline.graph.capture import capture, skeleton
+from paceline.graph.capture import capture
+from paceline.graph.skeleton import skeleton
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job

@@ -8,7 +8,6 @@ it depends on values, fake tensors can't answer, and the model is refused.
 
 from __future__ import annotations
 
-import copy
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -40,6 +39,8 @@ from paceline.graph.functional import (
 )
 from paceline.graph.grouped_mm import register_fake
 from paceline.graph.kept_values import InitialState, PythonStateWatch
+from paceline.graph.own_code import NoGraphError
+from paceline.graph.own_modules import Leaks, OwnModules, kept_modules
 from paceline.graph.refused_calls import effects_as_written
 from paceline.graph.transformers_hooks import install_recording_hooks
 from paceline.graph.writes import Write, WriteLog, check_same_writes, run_on_fakes, wants_gradient, written_inputs
@@ -107,7 +108,9 @@ def is_capturing() -> bool:
     return _running.depth > 0
 
 
-def capture(model: torch.nn.Module, function: Function, batch: Any, device: torch.device) -> Captured:
+def capture(
+    model: torch.nn.Module, function: Function, batch: Any, device: torch.device, own: OwnModules | None = None
+) -> Captured:
     """Trace what `function(model, batch)` computes.
 
     Args:
@@ -115,6 +118,8 @@ def capture(model: torch.nn.Module, function: Function, batch: Any, device: torc
         function: e.g. a workload's loss.
         batch: a batch of the shapes to capture for.
         device: where the graph will run.
+        own: the modules that an earlier capture of the model found to run by their own code; those that this one
+            finds are added.
 
     Raises:
         WorkloadError: the code's path depends on values, draws from Python's or numpy's random numbers, or
@@ -127,7 +132,7 @@ def capture(model: torch.nn.Module, function: Function, batch: Any, device: torc
     trained = {name for name, tensor in tensors.items() if tensor.requires_grad}
     # Trace one call. numpy's and Python's draws are no operations of torch: the graph would hold the numbers of this
     # call and repeat them in every step.
-    call = _TracedCall(model, function, batch, tensors)
+    call = _TracedCall(model, function, batch, tensors, OwnModules() if own is None else own)
     state_before = _plain_random_state()
     traced, entries = _trace(call, device, fake)
     if _plain_random_state() != state_before:
@@ -173,18 +178,40 @@ def capture(model: torch.nn.Module, function: Function, batch: Any, device: torc
 def _trace(
     call: _TracedCall, device: torch.device, fake: FakeTensorMode
 ) -> tuple[fx.GraphModule, list[tuple[int, str]]]:
-    """Return the operations of a call, and at which of them each module begins."""
+    """Return the operations of a call, and at which of them each module begins.
+
+    A module whose code is no graph of operations becomes one of them, and the call is traced again.
+    """
+    while True:
+        try:
+            return _trace_once(call, device, fake)
+        except NoGraphError as error:
+            call.own.add(call.module.model, error)
+
+
+def _trace_once(
+    call: _TracedCall, device: torch.device, fake: FakeTensorMode
+) -> tuple[fx.GraphModule, list[tuple[int, str]]]:
     with fake:
         states = [_fake_like(tensor, device) for tensor in call.tensors.values()]
         inputs = [_fake_like(tensor, device) for tensor in tensors_in(call.batch)]
     state_by_name = dict(zip(call.tensors, states, strict=True))
     model = call.module.model
+    leaks = Leaks()
     # Pre-dispatch: operations as the code calls them (`linear`, attention), which the rules of layouts know, before
     # autograd takes them apart.
-    with _watched_modules(model) as entries, _refusals(), effects_as_written(state_by_name), _running, fake:
+    with (
+        _watched_modules(model) as entries,
+        _refusals(),
+        effects_as_written(state_by_name),
+        kept_modules(model, call.own, leaks),
+        _running,
+        fake,
+    ):
         traced = make_fx(call, pre_dispatch=True)(states, inputs)
     # First, because a factory's lost result looks like a value from elsewhere, which the check refuses.
     rejoin_copies(traced)
+    leaks.check(list(_constants_of(traced).values()))
     _check_constants(_constants_of(traced))
     return traced, entries
 
@@ -208,7 +235,7 @@ def _check_next_call(call: _TracedCall, traced: fx.GraphModule, device: torch.de
     # `kept_values`).
     for is_moved in (False, True):
         initial = InitialState(watch.suspects, is_moved)
-        following = _TracedCall(call.module.model, call.module.function, call.batch, call.tensors, initial)
+        following = _TracedCall(call.module.model, call.module.function, call.batch, call.tensors, call.own, initial)
         try:
             is_same = _repeats(following, call, traced, device, fake)
         except Exception:  # it met a tensor of the first call, or a number that can't be
@@ -291,9 +318,11 @@ class _TracedCall:
         function: Function,
         batch: Any,
         tensors: Mapping[str, torch.Tensor],
+        own: OwnModules,
         initial: InitialState | None = None,
     ) -> None:
         self.batch = batch
+        self.own = own
         self.tensors = tensors
         self.module = _FunctionModule(model, function, initial)
         self.result: Any = None
@@ -452,14 +481,14 @@ def _refusals() -> Iterator[None]:
     except PacelineError:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
-        raise WorkloadError(
+        raise NoGraphError(
             "to be split, the model's path should depend on shapes alone",
             f"it looks at values: {_where(error)}",
             "compute both sides and choose by torch.where (rows that don't count: times a mask, or ignore_index), "
             + fix,
         ) from error
     except Exception as error:
-        raise WorkloadError(
+        raise NoGraphError(
             "to be split, the model should be a graph of torch operations",
             f"{type(error).__name__} at {_where(error)}: {str(error).strip().partition(chr(10))[0]:.200}",
             "start it alone (python FILE); if it trains so, leave out what that line does, " + fix,
@@ -539,56 +568,3 @@ def _drop_unused(captured: Captured) -> None:
         if not node.users:
             del captured.states[name]
             captured.graph.erase_node(node)
-
-
-def skeleton(model: torch.nn.Module, dtype: torch.dtype | None = None) -> torch.nn.Module:
-    """Return a copy of `model` whose parameters and buffers hold nothing; tied ones stay tied.
-
-    Args:
-        model: its tensors may hold values or not.
-        dtype: of floating-point tensors, where it is to change.
-
-    Raises:
-        WorkloadError: a parameter has a hook, which sees whole gradients and would be lost with the values.
-    """
-    # Hooks are keyed to the tensor: the pieces that ranks train would not have them.
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise WorkloadError(
-                "the model's parameters can't be split",
-                f"{name} has a hook on its gradient, which would see only a part of it",
-                "put what the hook does into the loss or the optimizer, or train it by replicate",
-            )
-
-    def empty(tensor: torch.Tensor) -> torch.Tensor:
-        new_dtype = tensor.dtype
-        if dtype is not None and tensor.is_floating_point():
-            new_dtype = dtype
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=new_dtype, device="meta")
-
-    # `deepcopy` looks here first, by identity: it takes these and copies no values.
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = torch.nn.Parameter(empty(parameter), parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = empty(buffer)
-    try:
-        return copy.deepcopy(model, memo)
-    except RuntimeError as error:
-        holder = _holder_of_computed_tensor(model)
-        name = "a module" if holder is None else holder
-        raise WorkloadError(
-            "the model can't be copied without its values",
-            f"{name} holds a computed tensor, or something else that can't be copied ({error!s:.60}...)",
-            "use torch.nn.utils.parametrizations.weight_norm for torch.nn.utils.weight_norm, keep computed tensors out "
-            "of the model, or train it by replicate",
-        ) from error
-
-
-def _holder_of_computed_tensor(model: torch.nn.Module) -> str | None:
-    """Return the name of the first module with an attribute that autograd computed, which torch refuses to copy."""
-    for name, module in model.named_modules():
-        for value in vars(module).values():
-            if isinstance(value, torch.Tensor) and not value.is_leaf:
-                return str(name)
-    return None

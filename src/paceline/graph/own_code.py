@@ -25,8 +25,32 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from paceline.graph.writes import user_line
 from paceline.nouns.errors import WorkloadError
 
-_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum)
+PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum)
 _FIX = "hand it what it reads as arguments and return new tensors, or train it by replicate or shard"
+
+
+_running = False  # a module's or an autograd function's own code runs: none of what it calls is kept or refused
+
+
+class NoGraphError(WorkloadError):
+    """What a module's code does is no graph of operations; the module may run by its own code all the same."""
+
+
+def is_own_code_running() -> bool:
+    """Return True while the person's code runs as it is."""
+    return _running
+
+
+@contextmanager
+def own_code_running() -> Iterator[None]:
+    """Run the person's code as it is, autograd functions and gradients taken by hand included."""
+    global _running
+    before = _running
+    _running = True
+    try:
+        yield
+    finally:
+        _running = before
 
 
 class OwnCall:
@@ -59,14 +83,19 @@ class OwnCall:
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         """Call the function."""
+        arguments, named = self.arguments_of(tensors)
+        is_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        return (self.on_fakes if is_fake else self.function)(*arguments, **named)
+
+    def arguments_of(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of the call with these tensors among them."""
         remaining = iter(tensors)
         leaves = [
             next(remaining) if is_tensor else constant
             for constant, is_tensor in zip(self.constants, self.is_tensor, strict=True)
         ]
         arguments, named = tree_unflatten(leaves, self.form)
-        is_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
-        return (self.on_fakes if is_fake else self.function)(*arguments, **named)
+        return arguments, named
 
     def __repr__(self) -> str:
         """Name the function and its plain arguments: two traces are compared by it."""
@@ -96,7 +125,7 @@ def kept_call(
     leaves, form = tree_flatten((tuple(arguments), named))
     is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
     for leaf, is_one in zip(leaves, is_tensor, strict=True):
-        if not is_one and leaf is not None and not isinstance(leaf, _PLAIN):
+        if not is_one and leaf is not None and not isinstance(leaf, PLAIN):
             raise _refused(name, f"it is called with a {type(leaf).__name__}")
     constants = [None if is_one else leaf for leaf, is_one in zip(leaves, is_tensor, strict=True)]
     tensors = [leaf for leaf, is_one in zip(leaves, is_tensor, strict=True) if is_one]
@@ -113,7 +142,7 @@ def kept_call(
 
 
 def _refused(name: str, found: str) -> WorkloadError:
-    return WorkloadError(
+    return NoGraphError(
         f"to be split, {name} at {user_line()} should compute from the tensors that it is handed", found, _FIX
     )
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
-from paceline.graph.own_code import ctc_on_fakes, kept_call
+from paceline.graph.own_code import NoGraphError, ctc_on_fakes, is_own_code_running, kept_call
 from paceline.graph.writes import user_line
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.patching import patched
@@ -31,7 +31,7 @@ def effects_as_written(states: Mapping[str, torch.Tensor]) -> Iterator[None]:
             is given other memory.
     """
     with ExitStack() as stack:
-        for replacement in (_gradients(), _lengths(), _frozen(states), _seeds(), _data(), _inference()):
+        for replacement in (_gradients(), _lengths(), _frozen(states), _seeds(), _data(), _inference(), _casts()):
             stack.enter_context(replacement)
         yield
 
@@ -42,14 +42,17 @@ def _gradients() -> Iterator[None]:
     # The graph holds forward operations; autograd differentiates these anew. A backward pass that the person wrote
     # runs where the call is kept as it is.
     apply = vars(torch.autograd.Function)["apply"]
+    hook: Callable[..., Any] = torch.Tensor.register_hook
+    own_grad, own_backward = torch.autograd.grad, torch.autograd.backward
 
     def refuse(what: str, name: str, fix: str) -> NoReturn:
-        raise WorkloadError(
+        raise NoGraphError(
             "to be split, the model's gradients should follow from its operations", f"{what} {name} changes them", fix
         )
 
     def kept(cls: Any, *arguments: Any, **named: Any) -> Any:
-        if cls.__name__ == "_NoopSaveInputs":  # of non-reentrant checkpoint: passes no gradient
+        # Those of non-reentrant checkpoint pass no gradient.
+        if cls.__name__ == "_NoopSaveInputs" or is_own_code_running():
             return apply.__func__(cls, *arguments, **named)
         name = f"{cls.__module__}.{cls.__qualname__}"
         if cls is CheckpointFunction:
@@ -57,18 +60,25 @@ def _gradients() -> Iterator[None]:
         return kept_call(functools.partial(apply.__func__, cls), f"the autograd function {name}", arguments, named)
 
     def hooked(tensor: torch.Tensor, function: Any) -> Any:
+        if is_own_code_running():
+            return hook(tensor, function)
         name = getattr(function, "__qualname__", repr(function))
         refuse("the tensor hook", name, "write it as an autograd function, or " + OWN_CODE)
 
-    def differentiated(*arguments: Any, **named: Any) -> NoReturn:
-        raise WorkloadError(
-            "tensor and pipeline run the model and its loss as a graph of forward operations",
-            "the model or the loss takes gradients itself (torch.autograd.grad or backward)",
-            OWN_CODE,
-        )
+    def only_in_own_code(original: Callable[..., Any]) -> Callable[..., Any]:
+        def differentiated(*arguments: Any, **named: Any) -> Any:
+            if is_own_code_running():
+                return original(*arguments, **named)
+            raise NoGraphError(
+                "tensor and pipeline run the model and its loss as a graph of forward operations",
+                "the model or the loss takes gradients itself (torch.autograd.grad or backward)",
+                OWN_CODE,
+            )
+
+        return differentiated
 
     with (
-        patched(torch.autograd, grad=differentiated, backward=differentiated),
+        patched(torch.autograd, grad=only_in_own_code(own_grad), backward=only_in_own_code(own_backward)),
         patched(torch.autograd.Function, apply=classmethod(kept)),
         patched(torch.Tensor, register_hook=hooked),
     ):
@@ -81,6 +91,8 @@ def _lengths() -> Iterator[None]:
     original = torch.nn.functional.ctc_loss
 
     def kept(*arguments: Any, **named: Any) -> Any:
+        if is_own_code_running():
+            return original(*arguments, **named)
         if "log_probs" in named:
             arguments = (named.pop("log_probs"), *arguments)
         return kept_call(original, "ctc_loss", arguments, named, ctc_on_fakes)
@@ -188,4 +200,22 @@ def _inference() -> Iterator[None]:
         torch.set_grad_enabled(self._paceline_before)
 
     with patched(torch.inference_mode, __enter__=enter, __exit__=leave):
+        yield
+
+
+@contextmanager
+def _casts() -> Iterator[None]:
+    """Let modules be cast to what they are (`self.router.to(torch.float32)` in forward), and refuse other casts."""
+
+    def apply(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor], *rest: Any) -> torch.nn.Module:
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if function(tensor) is not tensor:
+                raise WorkloadError(
+                    "the model should leave its parameters as they are in forward",
+                    f"it casts or moves {type(module).__name__}.{name} at {user_line()}",
+                    "cast in the model's factory, or cast what the module is called with; or " + OWN_CODE,
+                )
+        return module
+
+    with patched(torch.nn.Module, _apply=apply):
         yield

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from paceline.graph.labels import Spec, tensor_inputs
+from paceline.graph.own_modules import OwnModule
 from paceline.graph.placement import Placement, Split
 from paceline.graph.reshape_rules import carry, is_rearrangement, shape_of
 from paceline.graph.rules import spec_of
@@ -163,6 +164,8 @@ def _work(node: fx.Node, options: Options) -> float:
 def operations(node: fx.Node) -> float:
     """Return roughly how many arithmetic operations a node's forward takes."""
     inputs = tensor_inputs(node)
+    if isinstance(node.target, OwnModule):
+        return node.target.operations
     if node.target is aten.scaled_dot_product_attention.default:
         query = shape_of(inputs[0])
         key = shape_of(inputs[1])

@@ -20,6 +20,7 @@ from paceline.graph.find_experts import find_experts
 from paceline.graph.functional import state_groups, written_groups
 from paceline.graph.labels import node_order, tensor_inputs
 from paceline.graph.layout import gradients_of
+from paceline.graph.own_code import OwnCall
 from paceline.graph.sharding_strategies import operations
 from paceline.graph.writes import running_statistics, storage_of, written_inputs
 from paceline.nouns.errors import PlanError
@@ -75,7 +76,7 @@ def assign_stages(captured: Captured, count: int, first: Assignment | None = Non
     calls = [node for node in captured.graph.nodes if node.op == "call_function"]
     nodes = [node for node in calls if node not in anew]
     if first is not None:
-        if [node.target for node in nodes] == first.targets:  # the same code, other shapes
+        if [_what(node) for node in nodes] == first.targets:  # the same code, other shapes
             return dict(zip(nodes, first.stages, strict=True))
         return _by_owner(captured, nodes, first.owners)
     if count == 1:
@@ -92,8 +93,13 @@ def assign_stages(captured: Captured, count: int, first: Assignment | None = Non
 
 def assignment_of(captured: Captured, stages: Mapping[fx.Node, int]) -> Assignment:
     """Return what later graphs need to know of this one."""
-    targets: list[object] = [node.target for node in stages]
+    targets = [_what(node) for node in stages]
     return Assignment(targets, list(stages.values()), owners_of(captured, stages))
+
+
+def _what(node: fx.Node) -> object:
+    """Return what a node runs, as it compares with that of another graph of the same code."""
+    return node.target.__name__ if isinstance(node.target, OwnCall) else node.target
 
 
 def owners_of(captured: Captured, stages: Mapping[fx.Node, int]) -> Owners:

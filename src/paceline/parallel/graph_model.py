@@ -19,7 +19,7 @@ from paceline.comm.batch_norm import SharedStatistics
 from paceline.comm.collectives import AxisComm
 from paceline.comm.differentiable import Exchanges, take_piece
 from paceline.comm.pytree import signature, tensors_in
-from paceline.graph.capture import Captured, capture, skeleton
+from paceline.graph.capture import Captured, capture
 from paceline.graph.context_layout import ContextLayout
 from paceline.graph.dry_run import dry_run
 from paceline.graph.emit import emit
@@ -28,8 +28,10 @@ from paceline.graph.explain import why_nothing_is_split
 from paceline.graph.find_attention import merge_attention
 from paceline.graph.layout import Layout, choose_layout
 from paceline.graph.loss_is_additive import coupled_at
+from paceline.graph.own_modules import OwnModules
 from paceline.graph.placement import Placement
 from paceline.graph.reshape_rules import shape_of
+from paceline.graph.skeleton import skeleton
 from paceline.graph.stage_writes import check_stage_writes
 from paceline.graph.stages import Assignment, Stage, assign_stages, assignment_of, computed_anew, cut_out
 from paceline.graph.tp_plan import own_plan
@@ -119,6 +121,7 @@ class SplitModel:
     decided_by: tuple[Hashable, Captured] | None = None  # the graph that `decide` looked at, until it is built
     precision: torch.dtype | None = None  # that the graphs run under autocast to
     pieces: int = 1  # of each stage, where activations are recomputed
+    own_modules: OwnModules = field(default_factory=OwnModules)  # those that run by their own code
     watch: Callable[[fx.Graph], None] | None = None  # shown every graph before it runs, by who wants to look on
 
     def __post_init__(self) -> None:
@@ -189,6 +192,7 @@ class SplitModel:
         self.coupled = other.coupled
         self.written = other.written
         self.pieces = other.pieces
+        self.own_modules = other.own_modules
 
     def fill(self, name: str, full: torch.Tensor) -> None:
         """Take this rank's piece of a full tensor."""
@@ -257,7 +261,7 @@ class SplitModel:
             )
         # The graph runs under autocast; captured under it too, it would hold casts of weights, which no rule splits.
         with torch.autocast(self.device.type, enabled=False):
-            captured = capture(self.form, function, batch, self.device)
+            captured = capture(self.form, function, batch, self.device, self.own_modules)
         if self.context is not None:
             merge_attention(captured, self.context.size)
         return captured
@@ -402,10 +406,14 @@ class SplitModel:
     @property
     def notices(self) -> list[str]:
         """Return what the person should know of how the model was split."""
+        notices = [
+            f"{path} runs by its own code, whole on every rank that has it: {why}"
+            for path, why in self.own_modules.why.items()
+        ]
         if not self.written or self.plan.checkpointing == "none":
-            return []
+            return notices
         why = "the model writes into its buffers, and computed again it would write twice"
-        return [nothing_recomputed(self.plan.checkpointing, why)]
+        return [*notices, nothing_recomputed(self.plan.checkpointing, why)]
 
     def _first_cut(self, captured: Captured) -> dict[fx.Node, int]:
         """Cut into stages of so many pieces each; fewer pieces where there are too few places to cut."""

@@ -12,13 +12,14 @@ import torch
 from paceline.comm.collectives import AxisComm
 from paceline.comm.ledger import Ledger
 from paceline.deferred_init.defer import CantDefer, defer
-from paceline.graph.capture import Captured, skeleton
+from paceline.graph.capture import Captured
 from paceline.graph.dry_run import stage_traffic
 from paceline.graph.expert_layout import describe_experts
 from paceline.graph.explain import explain
 from paceline.graph.layout import choose_layout
 from paceline.graph.placement import Split
 from paceline.graph.sharding_strategies import operations
+from paceline.graph.skeleton import skeleton
 from paceline.graph.stages import assign_stages
 from paceline.nouns.mesh import AXES, CUTTING_AXES, Mesh
 from paceline.nouns.plan import Plan

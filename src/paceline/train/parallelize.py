@@ -122,7 +122,7 @@ def split_model(
         plan: the mesh's schedule and options.
         device: where the rank computes.
     """
-    from paceline.graph.capture import skeleton
+    from paceline.graph.skeleton import skeleton
     from paceline.parallel.graph_model import SplitModel
 
     stages = 1
@@ -149,7 +149,7 @@ def _check_writable(split: Any, shards: int) -> None:
 
 
 def _sharded(workload: Workload, comms: Comms, plan: Plan, device: torch.device, run: tuple[Any, Any, Any]) -> Any:
-    from paceline.graph.capture import skeleton
+    from paceline.graph.skeleton import skeleton
     from paceline.parallel.shard.fsdp_adapter import FsdpAdapter
 
     context, example, fake = run
