@@ -134,7 +134,7 @@ def differentiates(part, x):
 
 
 def recomputes(part, x):
-    return checkpoint(lambda x: part.linear(x).relu(), x, use_reentrant=True) if x.sum() > -9e9 else x
+    return checkpoint(lambda x: branches(part, part.linear(x)).relu(), x, use_reentrant=False)
 
 
 def hooks(part, x):
@@ -164,7 +164,7 @@ CODES = {
     "a mask": selects,
     "a loop": loops,
     "autograd.grad": differentiates,
-    "a reentrant checkpoint": recomputes,
+    "a checkpoint": recomputes,
     "a hook": hooks,
     "an autograd function with an object": lambda part, x: Objects.apply(x, part),
     "numpy": lambda part, x: x * float(x.detach().numpy().mean()),
@@ -354,6 +354,10 @@ REFUSED = {
     "a write into a weight": (lambda: net_of(decays), "writes into linear.weight"),
     "another buffer": (lambda: net_of(replaces), "in the place of seen"),
     "a seed": (lambda: net_of(lambda part, x: [torch.manual_seed(1), branches(part, x)][1]), "not seed"),
+    "a reentrant checkpoint": (
+        lambda: net_of(lambda part, x: checkpoint(lambda x: branches(part, x), x, use_reentrant=True)),
+        "use_reentrant=False",
+    ),
     "no tensor": (lambda: net_of(lambda part, x: float(x.sum())), "returns no tensor"),
     "a cast": (
         lambda: net_of(lambda part, x: branches(part, part.linear.float()(x.float()).double())),
@@ -369,4 +373,4 @@ def test_what_its_code_must_not_do_is_refused(name):
     with pytest.raises(WorkloadError, match=said) as error:
         captured_of(make().double())
     print(error.value)
-    assert "replicate or shard" in str(error.value) or "cast" in said
+    assert "replicate or shard" in str(error.value) or said == "casts or moves"

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor as _is_wrapped
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -132,7 +133,7 @@ class Leaks:
     def check(self, constants: Sequence[Any]) -> None:
         """Raise where a constant of a graph is such a value."""
         for value in constants:
-            if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
+            if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and not _is_wrapped(value):
                 reference, path = self.made.get(value.untyped_storage()._cdata, (None, ""))
                 if reference is not None and not reference.expired():
                     raise _not_kept(path, "a value that it does not return is used outside it")

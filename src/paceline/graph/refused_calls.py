@@ -45,25 +45,25 @@ def _gradients() -> Iterator[None]:
     hook: Callable[..., Any] = torch.Tensor.register_hook
     own_grad, own_backward = torch.autograd.grad, torch.autograd.backward
 
-    def refuse(what: str, name: str, fix: str) -> NoReturn:
-        raise NoGraphError(
-            "to be split, the model's gradients should follow from its operations", f"{what} {name} changes them", fix
-        )
+    def refused(error: type[WorkloadError], what: str, name: str, fix: str) -> WorkloadError:
+        asked = "to be split, the model's gradients should follow from its operations"
+        return error(asked, f"{what} {name} changes gradients", fix)
 
     def kept(cls: Any, *arguments: Any, **named: Any) -> Any:
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        if cls is CheckpointFunction:  # also in own code: some schedules ask for the inputs' gradients alone
+            fix = "use checkpoint(..., use_reentrant=False), or " + OWN_CODE
+            raise refused(WorkloadError, "the autograd function", name, fix)
         # Those of non-reentrant checkpoint pass no gradient.
         if cls.__name__ == "_NoopSaveInputs" or is_own_code_running():
             return apply.__func__(cls, *arguments, **named)
-        name = f"{cls.__module__}.{cls.__qualname__}"
-        if cls is CheckpointFunction:
-            refuse("the autograd function", name, "use checkpoint(..., use_reentrant=False), or " + OWN_CODE)
         return kept_call(functools.partial(apply.__func__, cls), f"the autograd function {name}", arguments, named)
 
     def hooked(tensor: torch.Tensor, function: Any) -> Any:
         if is_own_code_running():
             return hook(tensor, function)
         name = getattr(function, "__qualname__", repr(function))
-        refuse("the tensor hook", name, "write it as an autograd function, or " + OWN_CODE)
+        raise refused(NoGraphError, "the tensor hook", name, "write it as an autograd function, or " + OWN_CODE)
 
     def only_in_own_code(original: Callable[..., Any]) -> Callable[..., Any]:
         def differentiated(*arguments: Any, **named: Any) -> Any:
