@@ -152,3 +152,86 @@ def test_what_a_call_must_not_do_is_refused(name):
     with pytest.raises(WorkloadError, match=said) as error:
         captured_of(change)
     assert "replicate or shard" in str(error.value)
+
+
+def masked_by_vmap(model, x):
+    """A mask of positions, as transformers makes some, with a value of the model in it."""
+    places = torch.arange(4)
+    limit = model.first.bias.detach().gt(0)
+
+    def seen(query, key):
+        return (query >= key) | limit[key]
+
+    for dims in ((None, 0), (0, None)):
+        seen = torch.vmap(seen, in_dims=dims)
+    return x @ seen(places, places).to(x.dtype)
+
+
+VMAPPED = {
+    "a mask": masked_by_vmap,
+    "rows": lambda model, x: torch.vmap(lambda row: row.tanh() * x.sum())(x),
+    "along another dimension, by name": lambda model, x: torch.func.vmap(
+        lambda pair, factor: pair["a"] * factor + pair["b"].mean(), in_dims=({"a": 1, "b": None}, None), out_dims=1
+    )({"a": x, "b": x}, 3.0),
+}
+
+
+@pytest.mark.parametrize("name", VMAPPED)
+def test_what_vmap_comes_to_is_in_the_graph(name):
+    model, batch, captured = captured_of(VMAPPED[name])
+    expected = torch.autograd.grad(summed(model, batch)[0], list(model.parameters()))
+    for one, other in zip(gradients_by_graph(model, batch, captured), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    assert not captured.constants
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, x: torch.vmap(torch.func.grad(lambda row: row.sin().sum()))(x),
+        lambda model, x: torch.func.jacrev(lambda row: row.sin())(x[0]) @ x[0] + x,
+        lambda model, x: torch.func.jvp(torch.sin, (x,), (x,))[1],
+    ],
+)
+def test_gradients_by_torch_func_are_refused(change):
+    with pytest.raises(WorkloadError, match=r"takes gradients itself \(torch.func\)"):
+        captured_of(change)
+
+
+def fills(value):
+    def fill(model, x):
+        x = x * 1
+        x[x.detach()[..., 0] > 0] = value(model, x)
+        return x
+
+    return fill
+
+
+FILLED = {
+    "a number": fills(lambda model, x: 0.5),
+    "a row of the model's": fills(lambda model, x: model.first.bias.tanh()),
+    "a number of the model's": fills(lambda model, x: model.first.bias.sum()),
+}
+
+
+@pytest.mark.parametrize("name", FILLED)
+def test_what_a_mask_writes_is_chosen_element_by_element(name):
+    model, batch, captured = captured_of(FILLED[name])
+    targets = [node.target for node in captured.graph.nodes]
+    assert torch.ops.aten.where.self in targets
+    assert torch.ops.aten.index_put.default not in targets
+    expected = torch.autograd.grad(summed(model, batch)[0], list(model.parameters()))
+    for one, other in zip(gradients_by_graph(model, batch, captured), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+def test_rows_of_their_own_are_put_where_the_mask_says():
+    def fill(model, x):
+        mask = torch.tensor([True, False, True])
+        return x.index_put((mask,), x[:2] * 2)
+
+    model, batch, captured = captured_of(fill)
+    assert torch.ops.aten.index_put.default in [node.target for node in captured.graph.nodes]
+    expected = torch.autograd.grad(summed(model, batch)[0], list(model.parameters()))
+    for one, other in zip(gradients_by_graph(model, batch, captured), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)

@@ -70,7 +70,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "mask": (lambda m, x: x * x[x > 0].mean(), "looks at values"),
     "numpy": (lambda m, x: x * float(x.detach().numpy().sum()), "test_split_lossless.py"),
     "generator": (lambda m, x: x + torch.randn(x.shape, generator=m.generator), "Generator"),
-    "torch.func": (lambda m, x: torch.vmap(lambda row: row * 2)(x), "came from elsewhere"),
+    "torch.func": (lambda m, x: torch.func.grad(lambda row: row.sin().sum())(x), "takes gradients itself"),
 }
 
 

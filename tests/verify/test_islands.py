@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.nn import functional as F
 
@@ -33,3 +34,15 @@ def test_what_is_judged_is_left_alone():
     with kept_wide(True):
         one, other = names["narrow"](torch.ones(2, dtype=torch.float64))
     assert (one.dtype, other.dtype) == (torch.float32, torch.bfloat16)
+
+
+def test_a_number_that_float32_cannot_hold_is_wide():
+    """transformers' XGLM fills its masks so, which no model in float64 could otherwise."""
+    lowest = torch.finfo(torch.float64).min
+    with pytest.raises(RuntimeError, match="overflow"):
+        torch.full((), lowest)
+    with kept_wide(True):
+        assert torch.full((), lowest).item() == lowest
+        assert torch.full((), torch.finfo(torch.float32).min).dtype == torch.float32
+        assert torch.full((2,), float("-inf")).dtype == torch.float32
+        assert torch.full((), 1e300, dtype=torch.float64).item() == 1e300

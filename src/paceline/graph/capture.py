@@ -31,6 +31,7 @@ from paceline.comm.pytree import map_tensors, plain_values, tensors_in
 from paceline.graph.factories import rejoin_copies
 from paceline.graph.functional import (
     check_states_unwritten,
+    choose_where_masks_write,
     copy_inputs_that_are_written,
     copy_states_that_are_read,
     drop_empty_parts,
@@ -261,7 +262,7 @@ def _are_same(first: fx.GraphModule, second: fx.GraphModule) -> bool:
 
     # fx numbers names in the order in which nodes are made, so equal traces have equal names in their arguments.
     def text(node: fx.Node) -> tuple[str, ...]:
-        return node.op, str(node.target), repr(node.args), repr(node.kwargs)
+        return node.op, repr(node.target), repr(node.args), repr(node.kwargs)
 
     if list(map(text, first.graph.nodes)) != list(map(text, second.graph.nodes)):
         return False
@@ -285,6 +286,10 @@ def _without_side_effects(captured: Captured) -> None:
         captured.module_path[node] = ""
     # Now the only memory left that outlives the graph is that of the states.
     make_functional(captured.graph)
+    for node, before in choose_where_masks_write(captured.graph).items():
+        captured.module_path[node] = captured.module_path.get(before, "")
+        if before in captured.no_grad:
+            captured.no_grad.add(node)
     # Again: an in-place operation counts as impure and stays, its ordinary form goes where nothing reads it.
     drop_unread(captured.graph)
     for node, reader in copy_states_that_are_read(captured.graph, captured.states).items():

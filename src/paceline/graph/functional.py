@@ -8,12 +8,16 @@ marked: it is computed whole, in order, on one rank (`written_groups`). A write 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
 from paceline.graph.labels import node_order
 from paceline.graph.writes import memories_of, running_statistics, states_written, storage_of, written_inputs
 from paceline.nouns.errors import WorkloadError
+
+aten = torch.ops.aten
 
 
 def make_functional(graph: fx.Graph) -> None:
@@ -31,6 +35,43 @@ def make_functional(graph: fx.Graph) -> None:
         node.target = ordinary
         # Only later readers: those before the write read the old value.
         written.replace_all_uses_with(node, delete_user_cb=lambda user, at=order[node]: order[user] > at)  # type: ignore[misc]
+
+
+def choose_where_masks_write(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Turn `x[mask] = value`, where the value is the same in every place, into `where(mask, value, x)`.
+
+    That is computed element by element, so it can be split, and its gradient has a shape that no value decides.
+
+    Returns:
+        For every new node the one that it stands for.
+    """
+    made = {}
+    for node in list(graph.nodes):
+        if node.target is not aten.index_put.default or (len(node.args) > 3 and node.args[3]):
+            continue
+        written, indices, value = node.args[:3]
+        mask = indices[0] if indices else None
+        if mask is None or mask.meta["val"].dtype is not torch.bool or any(index is not None for index in indices[1:]):
+            continue
+        inner = written.meta["val"].dim() - mask.meta["val"].dim()
+        if value.meta["val"].dim() > inner:
+            continue  # a row for each place
+        with graph.inserting_before(node):
+            for _ in range(inner):
+                mask = _new(graph, aten.unsqueeze.default, mask, -1)
+                made[mask] = node
+            chosen = _new(graph, aten.where.self, mask, value, written)
+        made[chosen] = node
+        node.replace_all_uses_with(chosen)
+        graph.erase_node(node)
+    return made
+
+
+def _new(graph: fx.Graph, operation: torch._ops.OpOverload, *arguments: Any) -> fx.Node:
+    """Add an operation, with what it gives on its arguments' fake values."""
+    node = graph.call_function(operation, arguments)
+    node.meta["val"] = operation(*fx.node.map_arg(arguments, lambda source: source.meta["val"]))
+    return node
 
 
 def _is_shared(node: fx.Node, written: fx.Node, order: dict[fx.Node, int]) -> bool:

@@ -101,6 +101,10 @@ class OwnCall:
         """Name the function and its plain arguments: two traces are compared by it."""
         return f"{self.__name__}{self.constants}"
 
+    def __str__(self) -> str:
+        """Name the function, for people."""
+        return self.__name__
+
 
 def kept_call(
     function: Callable[..., Any],

@@ -8,6 +8,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import torch
+from torch import fx
+from torch._functorch import apis, eager_transforms
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx
 from torch.utils.checkpoint import CheckpointFunction
 
 from paceline.graph.own_code import NoGraphError, ctc_on_fakes, is_own_code_running, kept_call
@@ -16,6 +19,7 @@ from paceline.nouns.errors import WorkloadError
 from paceline.nouns.patching import patched
 
 OWN_CODE = "train it by replicate or shard, which run the model's own code"
+_DIFFERENTIATES = ("grad_impl", "grad_and_value_impl", "_vjp_with_argnums", "_jvp_with_argnums")
 _SEED_MARK = 0x5EED_0F_7ACE  # a seed that nobody else is likely to set
 
 
@@ -31,7 +35,16 @@ def effects_as_written(states: Mapping[str, torch.Tensor]) -> Iterator[None]:
             is given other memory.
     """
     with ExitStack() as stack:
-        for replacement in (_gradients(), _lengths(), _frozen(states), _seeds(), _data(), _inference(), _casts()):
+        for replacement in (
+            _gradients(),
+            _lengths(),
+            _frozen(states),
+            _seeds(),
+            _data(),
+            _inference(),
+            _casts(),
+            _vmap(),
+        ):
             stack.enter_context(replacement)
         yield
 
@@ -69,11 +82,7 @@ def _gradients() -> Iterator[None]:
         def differentiated(*arguments: Any, **named: Any) -> Any:
             if is_own_code_running():
                 return original(*arguments, **named)
-            raise NoGraphError(
-                "tensor and pipeline run the model and its loss as a graph of forward operations",
-                "the model or the loss takes gradients itself (torch.autograd.grad or backward)",
-                OWN_CODE,
-            )
+            raise _inner_gradient("torch.autograd.grad or backward")
 
         return differentiated
 
@@ -83,6 +92,14 @@ def _gradients() -> Iterator[None]:
         patched(torch.Tensor, register_hook=hooked),
     ):
         yield
+
+
+def _inner_gradient(by: str) -> NoGraphError:
+    return NoGraphError(
+        "tensor and pipeline run the model and its loss as a graph of forward operations",
+        f"the model or the loss takes gradients itself ({by})",
+        OWN_CODE,
+    )
 
 
 @contextmanager
@@ -218,4 +235,45 @@ def _casts() -> Iterator[None]:
         return module
 
     with patched(torch.nn.Module, _apply=apply):
+        yield
+
+
+@contextmanager
+def _vmap() -> Iterator[None]:
+    """Trace calls of `torch.vmap` as the operations on whole batches that they come to.
+
+    The outer trace sees operations as the code calls them, before functions are transformed, so it would see nothing of
+    these. A gradient taken within (`torch.func.grad`) is refused: its trace holds values that are detached, and the
+    loss's own gradient would not flow through them.
+    """
+    original: Callable[..., Any] = apis.vmap_impl  # type: ignore[attr-defined]
+    is_inside = False
+
+    def traced(function: Any, in_dims: Any, out_dims: Any, *settings: Any, **named: Any) -> Any:
+        nonlocal is_inside
+        randomness, chunk_size, *arguments = settings
+
+        def batched(*inputs: Any) -> Any:
+            return original(function, in_dims, out_dims, randomness, chunk_size, *inputs, **named)
+
+        if is_inside or get_proxy_mode() is None:
+            return batched(*arguments)
+        is_inside = True
+        try:
+            with disable_proxy_modes_tracing():
+                inner = make_fx(batched)(*arguments)
+        finally:
+            is_inside = False
+        return fx.Interpreter(inner).run(*arguments)
+
+    def differentiates(original: Callable[..., Any]) -> Callable[..., Any]:
+        def differentiated(*arguments: Any, **named: Any) -> Any:
+            if is_own_code_running():
+                return original(*arguments, **named)
+            raise _inner_gradient("torch.func")
+
+        return differentiated
+
+    taken = {name: differentiates(getattr(eager_transforms, name)) for name in _DIFFERENTIATES}
+    with patched(apis, vmap_impl=traced), patched(eager_transforms, **taken):
         yield

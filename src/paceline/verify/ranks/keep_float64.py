@@ -7,6 +7,7 @@ alike, a narrower floating dtype asked of a float64 tensor stays float64.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -64,7 +65,20 @@ def _replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
     replacements += [(torch.Tensor, name, _with_wide_dtype) for name in _WITH_DTYPE]
     for owner in (F, torch):
         replacements += [(owner, name, _with_wide_dtype) for name in ("softmax", "log_softmax")]
+    replacements.append((torch, "full", _with_room))
     return replacements
+
+
+def _with_room(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let `torch.full((), torch.finfo(float64).min)` hold its number, which a float32, the default, can't."""
+
+    def full(size: Any, fill_value: Any, *arguments: Any, **named: Any) -> Any:
+        largest = torch.finfo(torch.get_default_dtype()).max
+        if isinstance(fill_value, float) and named.get("dtype") is None and largest < abs(fill_value) < math.inf:
+            named["dtype"] = torch.float64
+        return original(size, fill_value, *arguments, **named)
+
+    return full
 
 
 def _without_cast(original: Callable[..., Any]) -> Callable[..., Any]:
