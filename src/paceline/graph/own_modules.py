@@ -69,6 +69,22 @@ class OwnModules:
     callers: dict[str, list[str]] = field(default_factory=dict)
     copies: dict[str, torch.nn.Module] = field(default_factory=dict)
 
+    @property
+    def notices(self) -> list[str]:
+        """Return what the person should know of them: a line for each reason."""
+        paths: dict[str, list[str]] = {}
+        for path, why in self.why.items():
+            paths.setdefault(why, []).append(path)
+        lines = []
+        for why, alike in paths.items():
+            others = f" and {len(alike) - 1} like it" if len(alike) > 1 else ""
+            run = "run by their own code" if others else "runs by its own code"
+            lines.append(
+                f"{alike[0]}{others} {run}, whole on every rank that has it, as {why}; "
+                "`paceline plan` does not count what is held within"
+            )
+        return lines
+
     def add(self, model: torch.nn.Module, error: NoGraphError) -> None:
         """Let the innermost module that raised `error`, or one that calls it, run by its own code.
 

@@ -406,10 +406,7 @@ class SplitModel:
     @property
     def notices(self) -> list[str]:
         """Return what the person should know of how the model was split."""
-        notices = [
-            f"{path} runs by its own code, whole on every rank that has it: {why}"
-            for path, why in self.own_modules.why.items()
-        ]
+        notices = self.own_modules.notices
         if not self.written or self.plan.checkpointing == "none":
             return notices
         why = "the model writes into its buffers, and computed again it would write twice"
