@@ -14,6 +14,7 @@ from paceline.comm.experts import ExpertExchanges
 from paceline.graph.capture import Captured
 from paceline.graph.emit_context import ContextEmitter
 from paceline.graph.expert_layout import ExpertLayout, SpreadExperts
+from paceline.graph.own_experts import OwnExperts, names_elsewhere, with_experts
 from paceline.graph.reshape_rules import RESHAPES, shape_of
 from paceline.graph.sharding_strategies import Choice
 
@@ -31,7 +32,12 @@ def emit_experts(
     emitter.axis_of_placement = "lies_on_expert"
     for spread in layout.spread:
         emitter.spread.update(dict.fromkeys(spread.inside, spread))
-    return emitter.run(), emitter.origin
+    emitter.called = layout.called
+    emitted = emitter.run()
+    for name, rank in layout.owners.items():
+        if rank != exchanges.comm.rank:  # nothing of it is here
+            emitted.graph.erase_node(emitted.states.pop(name))
+    return emitted, emitter.origin
 
 
 @dataclass(slots=True)
@@ -44,6 +50,7 @@ class _ExpertEmitter(ContextEmitter):
         sent: rows that have been brought to this rank's experts, by the old node.
         counts: for where the rows of a layer end, how many go to and come from each rank's experts.
         ends: for the same, where the rows of each expert end here.
+        called: the experts of modules that run by their own code.
     """
 
     experts: ExpertExchanges = field(init=False)
@@ -52,6 +59,16 @@ class _ExpertEmitter(ContextEmitter):
     sent: dict[fx.Node, fx.Node] = field(default_factory=dict)
     counts: dict[fx.Node, fx.Node] = field(default_factory=dict)
     ends: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    called: dict[fx.Node, OwnExperts] = field(default_factory=dict)
+
+    def _operation(self, node: fx.Node, choice: Choice, arguments: Any, named: Any, sources: list[Any]) -> fx.Node:
+        if choice.kind != "own experts":
+            return ContextEmitter._operation(self, node, choice, arguments, named, sources)
+        whole: Any = node.target
+        call = with_experts(whole, self.called[node], self.rank, self.num_ranks)
+        elsewhere = names_elsewhere(self.called[node], self.rank, self.num_ranks)
+        states = [value for name, value in zip(whole.names, arguments, strict=False) if name not in elsewhere]
+        return self._call(call, *states, *arguments[len(whole.names) :])
 
     def _emit_getitem(self, node: fx.Node) -> None:
         source: Any = node.args[0]

@@ -11,7 +11,7 @@ Gradients are partial but for those of the weights of experts, which see the row
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +21,8 @@ from paceline.graph.capture import Captured
 from paceline.graph.context_layout import ContextLayout, Walk
 from paceline.graph.find_experts import PRODUCT, Experts, Role, find_experts, inside
 from paceline.graph.labels import node_order, tensor_inputs
+from paceline.graph.own_experts import OwnExperts, own_experts
+from paceline.graph.own_modules import OwnModule
 from paceline.graph.placement import Placement, Split, whole_block
 from paceline.graph.reshape_rules import carry, is_rearrangement, shape_of
 from paceline.graph.sharding_strategies import Choice
@@ -54,7 +56,7 @@ class ExpertLine:
         module: path of the module that sorts its rows.
         experts: of the layer.
         per_rank: of the first rank.
-        choices: experts that a token goes to.
+        choices: experts that a token goes to; 0 where its own code decides.
         weights: names of the parameters that are spread.
         way: "rows sent", or "rows of all on each".
         why: in words.
@@ -71,9 +73,19 @@ class ExpertLine:
 
 @dataclass(slots=True)
 class ExpertLayout(ContextLayout):
-    """A layout of the samples; `spread` are the layers whose experts are on several ranks."""
+    """A layout of the samples.
+
+    Attributes:
+        spread: the layers whose experts are on several ranks.
+        called: the calls of modules whose experts are.
+        owners: the rank that has each parameter of these modules' experts.
+        refused: why other modules that run by their own code have none, by their paths.
+    """
 
     spread: list[SpreadExperts] = field(default_factory=list)
+    called: dict[fx.Node, OwnExperts] = field(default_factory=dict)
+    owners: dict[str, int] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -82,9 +94,16 @@ class _ExpertWalk(Walk):
 
     Attributes:
         inside: the nodes that run where the experts are, by layer.
+        called: calls of modules that run by their own code, with other experts on each rank.
     """
 
     inside: dict[fx.Node, frozenset[fx.Node]] = field(default_factory=dict)
+    called: dict[fx.Node, OwnExperts] = field(default_factory=dict)
+
+    def _choose(self, node: fx.Node) -> Choice:
+        if node in self.called:
+            return Choice((None,) * len(tensor_inputs(node)), None, False, 0.0, after="sum", kind="own experts")
+        return Walk._choose(self, node)
 
     def with_experts(self, node: fx.Node, inputs: Sequence[fx.Node], layer: Experts) -> Choice | None:
         """Return the way to run a node of a layer; where the experts are, weights are split by expert."""
@@ -121,6 +140,7 @@ def spread_experts(captured: Captured, num_ranks: int) -> ExpertLayout:
             if state in names:
                 walk.placements[state] = whole_block(shape_of(state), 0)
                 states[names[state]] = walk.placements[state]
+    owners, refused = _find_called(captured, walk, num_ranks)
     size = samples_of(captured)
     if size >= num_ranks:
         walk.want_by_batch(0, size)
@@ -133,13 +153,56 @@ def spread_experts(captured: Captured, num_ranks: int) -> ExpertLayout:
     unordered = walk.unordered()
     for one in spread:
         unordered |= one.inside
-    return ExpertLayout(walk.choices, states, 0.0, [], walk.gathered, {}, {}, unordered, spread)
+    return ExpertLayout(
+        walk.choices, states, 0.0, [], walk.gathered, {}, {}, unordered, spread, walk.called, owners, refused
+    )
+
+
+def _find_called(captured: Captured, walk: _ExpertWalk, num_ranks: int) -> tuple[dict[str, int], dict[str, str]]:
+    """Note in the walk which modules' own code has experts; return who has their parameters, and why others have none.
+
+    A parameter that is used elsewhere too stays on every rank, and its module whole.
+    """
+    names = {node: name for name, node in captured.states.items()}
+    owners: dict[str, int] = {}
+    refused: dict[str, str] = {}
+    for node in captured.graph.nodes:
+        if not isinstance(node.target, OwnModule):
+            continue
+        path = node.target.part.path
+        experts = own_experts(node.target, num_ranks)
+        if isinstance(experts, str):
+            refused[path] = experts
+            continue
+        states = {name: source for name, source in zip(node.target.names, node.args, strict=False)}
+        of_experts = [states[name] for of_one in experts.states for name in of_one]
+        shared = next((source for source in of_experts if len(source.users) > 1 or source not in names), None)
+        if shared is not None:
+            refused[path] = f"{names.get(shared, 'a weight of its experts')} is used more than once"
+            continue
+        walk.called[node] = experts
+        for rank in range(num_ranks):
+            for number in range(*chunk_range(experts.count, rank, num_ranks)):
+                owners.update(dict.fromkeys((names[states[name]] for name in experts.states[number]), rank))
+    return owners, refused
 
 
 def describe_experts(captured: Captured, layout: ExpertLayout, num_ranks: int) -> list[ExpertLine]:
     """Return a line per layer of experts."""
     names = {node: name for name, node in captured.states.items()}
     lines = []
+    for node, experts in layout.called.items():
+        lines.append(
+            ExpertLine(
+                node.target.part.path,  # type: ignore[union-attr]
+                experts.count,
+                len(range(*chunk_range(experts.count, 0, num_ranks))),
+                0,
+                tuple(f"{path}.*" for path in experts.paths[0]),
+                "rows of all on each",
+                "its own code adds up what modules make that are alike",
+            )
+        )
     for spread in layout.spread:
         layer = spread.layer
         states = [names.get(_state_of(product, layer.count), "") for product in layer.products]
@@ -218,8 +281,14 @@ def _check_count(captured: Captured, layer: Experts, num_ranks: int) -> None:
     )
 
 
-def no_experts(captured: Captured, num_ranks: int) -> PlanError:
-    """Return the error for a training batch's graph without a layer of experts."""
+def no_experts(captured: Captured, num_ranks: int, refused: Mapping[str, str]) -> PlanError:
+    """Return the error for a training batch's graph without a layer of experts.
+
+    Args:
+        captured: the graph.
+        num_ranks: of the axis.
+        refused: why modules that run by their own code have none.
+    """
     products = sum(node.target is PRODUCT for node in captured.graph.nodes)
     found = "the model has no grouped matrix products (torch.nn.functional.grouped_mm) of rows sorted by expert"
     if products:
@@ -227,6 +296,9 @@ def no_experts(captured: Captured, num_ranks: int) -> PlanError:
             f"of the model's {products} grouped matrix products none is of rows that are sorted by expert, multiplied "
             "row by row and put back"
         )
+    if refused:
+        path, why = next(iter(refused.items()))
+        found += f"; {path}, which runs by its own code, can't be spread: {why}"
     return PlanError(
         f"the plan's expert={num_ranks} should spread experts over {num_ranks} ranks",
         found,

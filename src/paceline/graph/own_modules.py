@@ -192,6 +192,10 @@ class _Part:
     path: str
     leaks: Leaks
 
+    def with_copy(self, copy: torch.nn.Module) -> _Part:
+        """Return the same with another copy."""
+        return _Part(self.module, copy, self.path, self.leaks)
+
 
 def _kept_call(part: _Part, *arguments: Any, **named: Any) -> Any:
     """Call a module within a trace, as one node of the graph."""
@@ -214,6 +218,7 @@ def _kept_call(part: _Part, *arguments: Any, **named: Any) -> Any:
         if any(getattr(module, hooks).keys() != getattr(copy, hooks).keys() for hooks in _HOOKS):
             raise _not_kept(part.path, f"hooks of its {type(module).__name__} are put on or taken off in forward")
     call = OwnModule(part, list(states), constants, is_tensor, form)
+    call.kinds = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
     tracer: Any = mode.tracer
     proxies = [tracer.unwrap_proxy(tensor) for tensor in tensors]
     with disable_proxy_modes_tracing():
@@ -239,6 +244,7 @@ class OwnModule(OwnCall):
     Attributes:
         written: the names of the buffers that it writes into; what it leaves in them comes after its results.
         operations: that a call takes, forward, roughly.
+        kinds: shapes and dtypes of the tensors that it was traced with.
     """
 
     def __init__(
@@ -249,6 +255,7 @@ class OwnModule(OwnCall):
         self.names = names
         self.written: list[str] = []
         self.operations = 0.0
+        self.kinds: list[tuple[tuple[int, ...], torch.dtype]] = []
         self._slots = [_slots_of(part.copy, name) for name in names]
         self._buffers = {name for name, slots in zip(names, self._slots, strict=True) if slots[0][1] == "_buffers"}
         self._modes = [module.training for module in part.module.modules()]
@@ -376,7 +383,7 @@ class OwnModule(OwnCall):
             with ExitStack() as stack:
                 stack.enter_context(_disable_current_modes())
                 stack.enter_context(torch._C.DisableTorchFunction())
-                stack.enter_context(_random_state_kept())
+                stack.enter_context(random_state_kept())
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(torch.autocast(device, dtype=autocast, enabled=autocast is not None))
                 examples = [_example(tensor, device) for tensor in tensors]
@@ -571,7 +578,7 @@ def _restore(module: torch.nn.Module, before: Attributes) -> None:
 
 
 @contextmanager
-def _random_state_kept() -> Iterator[None]:
+def random_state_kept() -> Iterator[None]:
     """Put back the states of all random numbers of the CPU."""
     numpy: Any = sys.modules.get("numpy")
     state = _generator.get_state(), random.getstate(), numpy.random.get_state() if numpy else None

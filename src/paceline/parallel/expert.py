@@ -33,8 +33,8 @@ def first_layout(captured: Captured, comm: AxisComm) -> ExpertLayout:
     """
     check_samples(captured, comm.size)
     layout = spread_experts(captured, comm.size)
-    if not layout.spread:
-        raise no_experts(captured, comm.size)
+    if not layout.spread and not layout.called:
+        raise no_experts(captured, comm.size, layout.refused)
     return layout
 
 

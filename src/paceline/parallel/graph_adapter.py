@@ -153,6 +153,8 @@ class GraphAdapter:
             cuts = self.split.cuts(name)
             has_rows = self.flat is not None and parameter.dim() > 0
             is_first = all(axis in cuts or at[axis] == 0 for axis in ("expert", "tensor"))
+            if name in self.split.expert_owners:
+                is_first = "tensor" in cuts or at["tensor"] == 0
             is_first &= self.holders[name][0] == at["pipeline"]
             is_first &= self.flat is None or has_rows or at["shard"] == 0
             counts[parameter] = is_first
@@ -181,7 +183,7 @@ class GraphAdapter:
 
     def of_experts(self) -> set[str]:
         """Return the parameters of which each rank of `expert` holds other experts' weights."""
-        return set(self.split.expert_placements) & self.own.keys()
+        return self.split.of_experts & self.own.keys()
 
     def close(self) -> None:
         """Do nothing."""
@@ -199,6 +201,8 @@ class GraphAdapter:
         """Return the ranks that hold the same piece of a state; with `is_cut`, the same rows of it."""
         here = self.mesh.coordinate(self.rank)
         axes = list(self.split.cuts(name))  # along which the piece is another one
+        if name in self.split.expert_owners:
+            axes.append("expert")
         if is_cut:
             axes.append("shard")
         pipeline_ranks = _pipeline_ranks(self.split, name)
@@ -226,7 +230,7 @@ def check_whole_experts(split: SplitModel, names: set[str]) -> None:
         split: the model.
         names: of the parameters that it can't update in parts.
     """
-    of_experts = sorted(names & split.expert_placements.keys())
+    of_experts = sorted(names & split.of_experts)
     if of_experts:
         more = f" and {len(of_experts) - 1} more" if len(of_experts) > 1 else ""
         raise PlanError(

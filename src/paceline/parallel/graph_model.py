@@ -111,6 +111,7 @@ class SplitModel:
     shapes: dict[str, tuple[int, ...]] = field(init=False)  # of every whole state
     placements: dict[str, Placement] = field(default_factory=dict)  # on `tensor`
     expert_placements: dict[str, Placement] = field(default_factory=dict)
+    expert_owners: dict[str, int] = field(default_factory=dict)  # the rank of `expert` that alone has a parameter
     assignment: Assignment | None = None
     everywhere: set[str] = field(default_factory=set)  # buffers that nothing writes: every stage may need them
     coupled: str = ""  # the operation in which samples meet, if any
@@ -143,6 +144,11 @@ class SplitModel:
         return [name for name in self.written if not name.startswith(tuple(prefixes))]
 
     @property
+    def of_experts(self) -> set[str]:
+        """Return the parameters of which ranks of `expert` have different parts."""
+        return self.expert_placements.keys() | self.expert_owners.keys()
+
+    @property
     def own_stages(self) -> range:
         """Return the stages of this rank."""
         return range(self.pipeline.rank, self.stages, self.pipeline.size)
@@ -173,6 +179,7 @@ class SplitModel:
         if self.expert is not None:
             layout = expert.first_layout(self.of_first_positions(captured), self.expert)
             self.expert_placements = {name: split for name, split in layout.placements.items() if split is not None}
+            self.expert_owners = layout.owners
         if self.tensor.size > 1:
             self.placements = self._choose(self.as_first_place(captured)).placements
             if all(placement is None for placement in self.placements.values()):
@@ -187,6 +194,7 @@ class SplitModel:
         """Take over what another rank's model has decided; `decide` would find the same here, at some cost."""
         self.placements = other.placements
         self.expert_placements = other.expert_placements
+        self.expert_owners = other.expert_owners
         self.assignment = other.assignment
         self.everywhere = other.everywhere
         self.coupled = other.coupled
@@ -206,6 +214,8 @@ class SplitModel:
 
     def owns(self, name: str) -> bool:
         """True if this rank holds (a piece of) the state."""
+        if self.expert is not None and self.expert_owners.get(name, self.expert.rank) != self.expert.rank:
+            return False
         return any(stage in self.own_stages for stage in self.owners(name))
 
     def owners(self, name: str) -> tuple[int, ...]:
@@ -317,7 +327,8 @@ class SplitModel:
         assert self.expert is not None
         layout = expert.layout_of(captured, self.expert)
         for name in captured.states:
-            if (layout.placements.get(name) is not None) != (name in self.expert_placements):
+            is_spread = layout.placements.get(name) is not None or name in layout.owners
+            if is_spread != (name in self.of_experts):
                 raise PlanError(
                     f"{name} should be used in the same way in every batch, in training and in evaluation",
                     "it is the weight of a layer of experts in one and not in the other",

@@ -228,7 +228,7 @@ def _held(split: SplitModel) -> dict[str, Any]:
             "dtype": _dtype_name(parameter),
             "numel": numel,
             "item_bytes": parameter.itemsize,
-            "is_of_experts": name in split.expert_placements,
+            "is_of_experts": name in split.of_experts,
         }
         if not parameter.requires_grad:
             frozen.append(sizes)

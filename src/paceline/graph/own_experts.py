@@ -1,0 +1,259 @@
+"""Experts in a loop of the person's own code: modules that a module calls for the rows that chose them.
+
+Which rows go where is decided in Python, so no operation shows it (`own_modules.py`). That the module adds up what its
+experts make is tried out instead, on made-up values in float64: with the experts of one group after another, all others
+giving zeros, the results must add up to the result with all of them. Then each rank of `expert` runs the module's code
+with its own experts, and the ranks' results are summed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from paceline.graph.own_code import own_code_running
+from paceline.graph.own_modules import Attributes, OwnModule, random_state_kept
+from paceline.graph.skeleton import skeleton
+from paceline.nouns.shard_spec import chunk_range
+
+_TRIALS = 6  # draws of made-up values
+_NEAR = 1e-6  # of the largest element: the code may round to float32
+
+
+@dataclass(frozen=True, slots=True)
+class OwnExperts:
+    """The experts of a module that runs by its own code.
+
+    Attributes:
+        count: of experts.
+        paths: of each expert the modules in the module that it is of; one, unless it has several lists.
+        states: of each expert the names of its parameters in the module.
+        draws: whether they draw random numbers.
+    """
+
+    count: int
+    paths: tuple[tuple[str, ...], ...]
+    states: tuple[tuple[str, ...], ...]
+    draws: bool
+
+
+def own_experts(call: OwnModule, num_ranks: int) -> OwnExperts | str:
+    """Return the experts of a module that can be spread over so many ranks, or why there are none."""
+    lists = _lists_of(call.part.copy, num_ranks)
+    if not lists:
+        return f"it has no list of {num_ranks} or more modules that are alike"
+    count = len(lists[0])
+    paths = tuple(tuple(each[number] for each in lists) for number in range(count))
+    states = tuple(
+        tuple(name for name in call.names if name.startswith(tuple(f"{path}." for path in of_one))) for of_one in paths
+    )
+    experts = OwnExperts(count, paths, states, False)
+    return _Trial(call, experts, num_ranks).run()
+
+
+def with_experts(call: OwnModule, experts: OwnExperts, rank: int, num_ranks: int) -> OwnModule:
+    """Return the call as a rank makes it, which has some of the experts; the results of all ranks add up."""
+    first, last = chunk_range(experts.count, rank, num_ranks)
+    return _CallWithExperts(call, experts, range(first, last), rank)
+
+
+def names_elsewhere(experts: OwnExperts, rank: int, num_ranks: int) -> set[str]:
+    """Return the names, in the module, of the parameters of other ranks' experts."""
+    own = range(*chunk_range(experts.count, rank, num_ranks))
+    return {name for number, names in enumerate(experts.states) if number not in own for name in names}
+
+
+def _lists_of(module: torch.nn.Module, least: int) -> list[list[str]]:
+    """Return the lists of the longest sets of modules that are alike, as paths of their members."""
+    found: list[list[str]] = []
+    for path, part in module.named_modules():
+        groups: dict[object, list[str]] = {}
+        for key, child in part.named_children():
+            shapes = tuple((name, tuple(parameter.shape)) for name, parameter in child.named_parameters())
+            if shapes and not any(True for _ in child.buffers()):
+                groups.setdefault((type(child), shapes), []).append(f"{path}.{key}" if path else key)
+        found += [members for members in groups.values() if len(members) >= max(2, least)]
+    longest = max(map(len, found), default=0)
+    of_longest = [members for members in found if len(members) == longest]
+    # What is within another list's member is that one's.
+    return [
+        members
+        for members in of_longest
+        if not any(members[0].startswith(f"{other[0]}.") for other in of_longest if other is not members)
+    ]
+
+
+class _CallWithExperts(OwnModule):
+    """A call of a module in a copy of its own, in which other ranks' experts return zeros."""
+
+    def __init__(self, call: OwnModule, experts: OwnExperts, own: Sequence[int], rank: int) -> None:
+        elsewhere = {name for number in range(experts.count) if number not in own for name in experts.states[number]}
+        names = [name for name in call.names if name not in elsewhere]
+        super().__init__(
+            call.part.with_copy(skeleton(call.part.copy)), names, call.constants, call.is_tensor, call.form
+        )
+        self.__name__ = self.__qualname__ = f"{call.__name__} with experts {own[0]} to {own[-1]}" if own else "none"
+        self._modes = list(call._modes)
+        self.draws = experts.draws
+        self.rank = rank
+        for number in range(experts.count):
+            if number not in own:
+                for path in experts.paths[number]:
+                    _return_zeros(self.part.copy.get_submodule(path))
+
+    def _show_attributes(self, before: Attributes) -> None:
+        """Do nothing: the call that it was made of has done so."""
+
+    def _run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if not self.draws:
+            return super()._run(tensors)
+        # Ranks of the axis share a stream of random numbers, and each draws for its experts alone.
+        seed = int(torch.randint(1 << 40, ()))
+        devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+        with torch.random.fork_rng(devices=list(devices)):
+            torch.manual_seed(seed + self.rank)
+            return super()._run(tensors)
+
+
+def _return_zeros(module: torch.nn.Module) -> None:
+    """Let a module return zeros of the shapes that it would return."""
+    forward = module.forward
+
+    def zeros(*arguments: Any, **named: Any) -> Any:
+        device = next(leaf.device for leaf in tree_leaves((arguments, named)) if isinstance(leaf, torch.Tensor))
+
+        def moved(leaf: Any, to: Any) -> Any:
+            return leaf.detach().to(to) if isinstance(leaf, torch.Tensor) else leaf
+
+        with _disable_current_modes(), torch.no_grad():
+            on_meta = tree_map(lambda leaf: moved(leaf, "meta"), (arguments, named))
+            made = forward(*on_meta[0], **on_meta[1])
+            return tree_map(
+                lambda leaf: torch.zeros_like(leaf, device=device) if isinstance(leaf, torch.Tensor) else leaf, made
+            )
+
+    module.__dict__["forward"] = zeros
+
+
+class _Trial:
+    """Tries on made-up values whether a module adds up what its experts make."""
+
+    def __init__(self, call: OwnModule, experts: OwnExperts, num_ranks: int) -> None:
+        self.call = call
+        self.experts = experts
+        self.num_ranks = num_ranks
+        self.generator = torch.Generator().manual_seed(0)
+        self.called: set[int] = set()
+
+    def run(self) -> OwnExperts | str:
+        """Return the experts, or why they can't be spread."""
+        module = self.call.part.copy
+        if self.call.written:
+            return "it writes into its buffers"
+        everyone = list(range(self.experts.count))
+        ranges = [range(*chunk_range(len(everyone), rank, self.num_ranks)) for rank in range(self.num_ranks)]
+        groups = [everyone, [], everyone[::2], everyone[1::2], *ranges]
+        draws = False
+        failed = ""
+        for number in range(_TRIALS):
+            tensors = self._values(number)
+            try:
+                results = []
+                for group in groups:
+                    results.append(self._result(module, tensors, group, is_training=False))
+                drawn = [self._result(module, tensors, group, is_training=True)[1] for group in ([], everyone)]
+            except Exception as error:  # an index that is none, a number out of range: other values may do
+                failed = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.100}"
+                continue
+            whole, nothing, even, odd, *by_rank = [result for result, _ in results]
+            if not isinstance(whole, torch.Tensor) or not whole.is_floating_point():
+                return "it returns more than one tensor"
+            if drawn[0]:
+                return "it draws random numbers outside of its experts"
+            draws |= drawn[1]
+            near = _NEAR * max(1.0, float(whole.abs().max()))
+            for total in (nothing + whole, even + odd, sum(by_rank)):
+                if not torch.allclose(total, whole, rtol=0, atol=near):
+                    return "its result is not the sum of what its experts make"
+        if len(self.called) < 2:
+            why = f" ({failed})" if failed else ""
+            return f"no made-up rows went to two of its experts{why}"
+        return OwnExperts(self.experts.count, self.experts.paths, self.experts.states, draws)
+
+    def _values(self, number: int) -> list[torch.Tensor]:
+        """Return made-up values in float64: whole numbers are 0 or 1, or up to the number of experts."""
+        limit = 2 if number % 2 else self.experts.count
+        values = []
+        for shape, dtype in self.call.kinds:
+            if dtype == torch.bool:
+                made = torch.rand(shape, generator=self.generator) < 0.5
+            elif dtype.is_floating_point:
+                made = torch.rand(shape, generator=self.generator, dtype=torch.float64) - 0.3
+            else:
+                made = torch.randint(limit, shape, generator=self.generator, dtype=dtype)
+            values.append(made)
+        return values
+
+    def _result(
+        self, module: torch.nn.Module, tensors: list[torch.Tensor], group: Sequence[int], is_training: bool
+    ) -> tuple[Any, bool]:
+        """Return what the module returns with some of its experts, and whether it drew random numbers."""
+        own = copy.deepcopy(module)
+        count = len(self.call.names)
+        for name, value in zip(self.call.names, tensors, strict=False):
+            path, _, key = name.rpartition(".")
+            owner = own.get_submodule(path)
+            if key in owner._parameters:
+                owner._parameters[key] = torch.nn.Parameter(value)
+            else:
+                owner._buffers[key] = value
+        own.train(is_training)
+        for number in range(self.experts.count):
+            for path in self.experts.paths[number]:
+                part = own.get_submodule(path)
+                if number in group:
+                    part.register_forward_hook(self._noting(number))
+                else:
+                    _return_zeros(part.to("meta"))
+        arguments, named = self.call.arguments_of(tensors[count:])
+        with _apart() as drew:
+            made = own.forward(*arguments, **named)
+            drew.end()
+        return (made.detach() if isinstance(made, torch.Tensor) else made), drew.answer
+
+    def _noting(self, number: int) -> Callable[..., None]:
+        def note(module: Any, arguments: Any, result: Any) -> None:
+            if any(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)):
+                self.called.add(number)
+
+        return note
+
+
+class _Drew:
+    """Whether random numbers were drawn since it was made."""
+
+    def __init__(self) -> None:
+        self.before = torch.default_generator.get_state()
+        self.answer = False
+
+    def end(self) -> None:
+        """Look."""
+        self.answer = not torch.equal(self.before, torch.default_generator.get_state())
+
+
+@contextmanager
+def _apart() -> Iterator[_Drew]:
+    """Run the person's code on made-up values: outside of any trace, with the random numbers put back."""
+    with ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(random_state_kept())
+        stack.enter_context(own_code_running())
+        stack.enter_context(torch.autocast("cpu", enabled=False))
+        yield _Drew()
