@@ -92,6 +92,34 @@ class CountedAfter(Counted):
     counts_first = False
 
 
+class Looped(nn.Module):
+    """Experts of two layers in lists, called in a loop over those that are chosen; two choices, and a shared expert.
+
+    It returns the router's scores too.
+    """
+
+    top, experts = 2, 5
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(WIDTH, self.experts)
+        self.up = nn.ModuleList([nn.Linear(WIDTH, 24) for _ in range(self.experts)])
+        self.down = nn.ModuleList([nn.Linear(24, WIDTH) for _ in range(self.experts)])
+        self.shared = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        rows = x.flatten(0, 1)
+        scores = self.router(rows)
+        weights, chosen = scores.softmax(-1).topk(self.top)
+        made = torch.zeros_like(rows)
+        for expert in chosen.unique().tolist():
+            where, slot = torch.where(chosen == expert)
+            one = self.down[expert](F.gelu(self.up[expert](rows[where])))
+            made.index_add_(0, where, one * weights[where, slot, None])
+        balance = scores.softmax(-1).mean(0).square().sum()
+        return self.shared(x) + made.view_as(x), balance
+
+
 class Even(Mixture):
     """Every expert gets as many rows, whatever the router says: what a planner takes for granted."""
 
@@ -174,6 +202,18 @@ def _of_transformers(name: str, **parts: Any) -> tuple[Callable[[], nn.Module], 
     return functools.partial(_language_model, name, num_experts_per_tok=2, **parts), language_loss
 
 
+def _switch() -> nn.Module:
+    """Experts in a loop, some of whose rows are more than an expert takes."""
+    import transformers
+
+    config = transformers.SwitchTransformersConfig(
+        vocab_size=WORDS, d_model=WIDTH, d_kv=4, d_ff=24, num_layers=2, num_sparse_encoder_layers=1, num_heads=4,
+        num_decoder_layers=2, num_sparse_decoder_layers=1, num_experts=EXPERTS, expert_capacity=2, dropout_rate=0.0,
+        router_jitter_noise=0.0, decoder_start_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    return transformers.SwitchTransformersForConditionalGeneration(config)
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Any]]] = {
     "mixture": (functools.partial(Reader, Mixture), word_loss),
     "lonely": (functools.partial(Reader, Lonely), word_loss),
@@ -187,6 +227,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Any]]] = {
         num_key_value_heads=4, first_k_dense_replace=0, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4,
         v_head_dim=4, qk_nope_head_dim=4, n_shared_experts=1,
     ),
+    "looped": (functools.partial(Balanced, Looped), balanced_loss),
+    "switch": (_switch, language_loss),
     "gpt_oss": _of_transformers("GptOssConfig", num_local_experts=EXPERTS, head_dim=4),
 }  # fmt: skip
 

@@ -51,6 +51,7 @@ class _ExpertEmitter(ContextEmitter):
         counts: for where the rows of a layer end, how many go to and come from each rank's experts.
         ends: for the same, where the rows of each expert end here.
         called: the experts of modules that run by their own code.
+        results: what such a module's call gives, where it is several tensors.
     """
 
     experts: ExpertExchanges = field(init=False)
@@ -60,24 +61,42 @@ class _ExpertEmitter(ContextEmitter):
     counts: dict[fx.Node, fx.Node] = field(default_factory=dict)
     ends: dict[fx.Node, fx.Node] = field(default_factory=dict)
     called: dict[fx.Node, OwnExperts] = field(default_factory=dict)
+    results: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
 
-    def _operation(self, node: fx.Node, choice: Choice, arguments: Any, named: Any, sources: list[Any]) -> fx.Node:
-        if choice.kind != "own experts":
-            return ContextEmitter._operation(self, node, choice, arguments, named, sources)
+    def _call_with_experts(self, node: fx.Node, choice: Choice) -> None:
+        """Run a module's code with this rank's experts, and add up what the ranks make."""
         whole: Any = node.target
-        call = with_experts(whole, self.called[node], self.rank, self.num_ranks)
-        elsewhere = names_elsewhere(self.called[node], self.rank, self.num_ranks)
-        states = [value for name, value in zip(whole.names, arguments, strict=False) if name not in elsewhere]
-        return self._call(call, *states, *arguments[len(whole.names) :])
+        experts = self.called[node]
+        call = with_experts(whole, experts, self.rank, self.num_ranks)
+        handed = [self._with_placement(source, None, False) for source in node.all_input_nodes]
+        elsewhere = names_elsewhere(experts, self.rank, self.num_ranks)
+        states = [value for name, value in zip(whole.names, handed, strict=False) if name not in elsewhere]
+        made = self._call(call, *states, *handed[len(whole.names) :])
+        if not isinstance(node.meta["val"], list | tuple):
+            self._register(node, self._call(self.sequence.sum_with_partial_grad, made), choice.output)
+            return
+        results = []
+        for number, is_sum in enumerate(experts.are_sums):
+            result = self._call(operator.getitem, made, number)
+            results.append(self._call(self.sequence.sum_with_partial_grad, result) if is_sum else result)
+        self.results[node] = results
+        self._register(node, made, choice.output)
 
     def _emit_getitem(self, node: fx.Node) -> None:
         source: Any = node.args[0]
+        if source in self.results:
+            index: Any = node.args[1]
+            self._register(node, self.results[source][index], None)
+            return
         if node not in self.spread:
             ContextEmitter._emit_getitem(self, node)
             return
         self._note_here(node, self._call(operator.getitem, self.here[source], node.args[1]))
 
     def _emit(self, node: fx.Node, choice: Choice) -> None:
+        if node in self.called:
+            self._call_with_experts(node, choice)
+            return
         if node not in self.spread:
             ContextEmitter._emit(self, node, choice)
             return

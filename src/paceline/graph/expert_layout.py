@@ -102,7 +102,7 @@ class _ExpertWalk(Walk):
 
     def _choose(self, node: fx.Node) -> Choice:
         if node in self.called:
-            return Choice((None,) * len(tensor_inputs(node)), None, False, 0.0, after="sum", kind="own experts")
+            return self._whole(node, tensor_inputs(node))
         return Walk._choose(self, node)
 
     def with_experts(self, node: fx.Node, inputs: Sequence[fx.Node], layer: Experts) -> Choice | None:
@@ -133,7 +133,7 @@ def spread_experts(captured: Captured, num_ranks: int) -> ExpertLayout:
         nodes = frozenset(inside(layer, order.__getitem__))
         if not _can_be_sent(layer, nodes):
             continue
-        _check_count(captured, layer, num_ranks)
+        _check_count(captured.module_path.get(layer.sort, ""), layer.count, num_ranks)
         walk.inside[layer.sort] = nodes
         for product in layer.products:
             state = _state_of(product, layer.count)
@@ -180,6 +180,7 @@ def _find_called(captured: Captured, walk: _ExpertWalk, num_ranks: int) -> tuple
         if shared is not None:
             refused[path] = f"{names.get(shared, 'a weight of its experts')} is used more than once"
             continue
+        _check_count(path, experts.count, num_ranks)
         walk.called[node] = experts
         for rank in range(num_ranks):
             for number in range(*chunk_range(experts.count, rank, num_ranks)):
@@ -268,15 +269,21 @@ def _state_of(product: fx.Node, count: int) -> fx.Node:
     return node
 
 
-def _check_count(captured: Captured, layer: Experts, num_ranks: int) -> None:
-    """Raise PlanError unless each rank has an expert of a layer."""
-    first, last = chunk_range(layer.count, num_ranks - 1, num_ranks)
+def _check_count(where: str, count: int, num_ranks: int) -> None:
+    """Raise PlanError unless each rank has an expert of a layer.
+
+    Args:
+        where: the path of the layer's module.
+        count: its experts.
+        num_ranks: of the axis.
+    """
+    first, last = chunk_range(count, num_ranks - 1, num_ranks)
     if first < last:
         return
-    fitting = max(ranks for ranks in range(1, num_ranks) if len(range(*chunk_range(layer.count, ranks - 1, ranks))))
+    fitting = max(ranks for ranks in range(1, num_ranks) if len(range(*chunk_range(count, ranks - 1, ranks))))
     raise PlanError(
         f"the plan's expert={num_ranks} should give every rank experts of each layer",
-        f"{captured.module_path.get(layer.sort) or 'the model'} has {layer.count}, which leave a rank without one",
+        f"{where or 'the model'} has {count}, which leave a rank without one",
         f"write expert={fitting}, and replicate or shard for the other ranks",
     )
 

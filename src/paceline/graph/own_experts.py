@@ -1,14 +1,15 @@
 """Experts in a loop of the person's own code: modules that a module calls for the rows that chose them.
 
 Which rows go where is decided in Python, so no operation shows it (`own_modules.py`). That the module adds up what its
-experts make is tried out instead, on made-up values in float64: with the experts of one group after another, all others
-giving zeros, the results must add up to the result with all of them. Then each rank of `expert` runs the module's code
-with its own experts, and the ranks' results are summed.
+experts make is tried out instead, on made-up values in float64: what each group of experts adds to the result, all
+others giving zeros, must add up to what all of them add. Then each rank of `expert` runs the module's code with its own
+experts, and the ranks' results are summed; what no expert has a part in (a shared expert) is the first rank's.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -36,12 +37,16 @@ class OwnExperts:
         paths: of each expert the modules in the module that it is of; one, unless it has several lists.
         states: of each expert the names of its parameters in the module.
         draws: whether they draw random numbers.
+        are_sums: which of the tensors that the module returns are sums of what they make; others don't depend on them.
+        has_rest: whether there is something else in these sums.
     """
 
     count: int
     paths: tuple[tuple[str, ...], ...]
     states: tuple[tuple[str, ...], ...]
-    draws: bool
+    draws: bool = False
+    are_sums: tuple[bool, ...] = ()
+    has_rest: bool = False
 
 
 def own_experts(call: OwnModule, num_ranks: int) -> OwnExperts | str:
@@ -54,8 +59,7 @@ def own_experts(call: OwnModule, num_ranks: int) -> OwnExperts | str:
     states = tuple(
         tuple(name for name in call.names if name.startswith(tuple(f"{path}." for path in of_one))) for of_one in paths
     )
-    experts = OwnExperts(count, paths, states, False)
-    return _Trial(call, experts, num_ranks).run()
+    return _Trial(call, OwnExperts(count, paths, states), num_ranks).run()
 
 
 def with_experts(call: OwnModule, experts: OwnExperts, rank: int, num_ranks: int) -> OwnModule:
@@ -99,10 +103,14 @@ class _CallWithExperts(OwnModule):
         super().__init__(
             call.part.with_copy(skeleton(call.part.copy)), names, call.constants, call.is_tensor, call.form
         )
-        self.__name__ = self.__qualname__ = f"{call.__name__} with experts {own[0]} to {own[-1]}" if own else "none"
+        self.__name__ = self.__qualname__ = f"{call.__name__} with experts {list(own)}"
         self._modes = list(call._modes)
-        self.draws = experts.draws
+        self.experts = experts
         self.rank = rank
+        self.reaches_all = True  # rows may have chosen other ranks' experts alone
+        self.rest: _CallWithExperts | None = None  # without any expert: what later ranks leave out
+        if rank and experts.has_rest and own:
+            self.rest = _CallWithExperts(call, experts, (), rank)
         for number in range(experts.count):
             if number not in own:
                 for path in experts.paths[number]:
@@ -112,14 +120,25 @@ class _CallWithExperts(OwnModule):
         """Do nothing: the call that it was made of has done so."""
 
     def _run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        if not self.draws:
-            return super()._run(tensors)
+        if not self.experts.draws:
+            return self._added(tensors)
         # Ranks of the axis share a stream of random numbers, and each draws for its experts alone.
         seed = int(torch.randint(1 << 40, ()))
         devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
         with torch.random.fork_rng(devices=list(devices)):
             torch.manual_seed(seed + self.rank)
-            return super()._run(tensors)
+            return self._added(tensors)
+
+    def _added(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return what this rank adds to the results."""
+        made = OwnModule._run(self, tensors)
+        if self.rest is None:
+            return made
+        states = dict(zip(self.names, tensors, strict=False))
+        handed = [*(states[name] for name in self.rest.names), *tensors[len(self.names) :]]
+        rest = OwnModule._run(self.rest, handed)
+        sums = self.experts.are_sums
+        return [one - other if is_sum else one for one, other, is_sum in zip(made, rest, sums, strict=True)]
 
 
 def _return_zeros(module: torch.nn.Module) -> None:
@@ -160,32 +179,31 @@ class _Trial:
         everyone = list(range(self.experts.count))
         ranges = [range(*chunk_range(len(everyone), rank, self.num_ranks)) for rank in range(self.num_ranks)]
         groups = [everyone, [], everyone[::2], everyone[1::2], *ranges]
-        draws = False
+        draws = has_rest = False
+        are_sums: list[bool] = []
         failed = ""
         for number in range(_TRIALS):
             tensors = self._values(number)
             try:
-                results = []
-                for group in groups:
-                    results.append(self._result(module, tensors, group, is_training=False))
+                results = [self._result(module, tensors, group, is_training=False)[0] for group in groups]
                 drawn = [self._result(module, tensors, group, is_training=True)[1] for group in ([], everyone)]
             except Exception as error:  # an index that is none, a number out of range: other values may do
                 failed = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.100}"
                 continue
-            whole, nothing, even, odd, *by_rank = [result for result, _ in results]
-            if not isinstance(whole, torch.Tensor) or not whole.is_floating_point():
-                return "it returns more than one tensor"
             if drawn[0]:
                 return "it draws random numbers outside of its experts"
             draws |= drawn[1]
-            near = _NEAR * max(1.0, float(whole.abs().max()))
-            for total in (nothing + whole, even + odd, sum(by_rank)):
-                if not torch.allclose(total, whole, rtol=0, atol=near):
+            are_sums = are_sums or [False] * len(results[0])
+            for place, of_groups in enumerate(zip(*results, strict=True)):
+                if all(torch.equal(one, of_groups[0]) for one in of_groups):
+                    continue
+                if not _are_added(of_groups):
                     return "its result is not the sum of what its experts make"
-        if len(self.called) < 2:
-            why = f" ({failed})" if failed else ""
-            return f"no made-up rows went to two of its experts{why}"
-        return OwnExperts(self.experts.count, self.experts.paths, self.experts.states, draws)
+                are_sums[place] = True
+                has_rest |= bool(of_groups[1].count_nonzero())
+        if len(self.called) < 2 or not any(are_sums):
+            return f"no made-up rows went to two of its experts{f' ({failed})' if failed else ''}"
+        return dataclasses.replace(self.experts, draws=draws, are_sums=tuple(are_sums), has_rest=has_rest)
 
     def _values(self, number: int) -> list[torch.Tensor]:
         """Return made-up values in float64: whole numbers are 0 or 1, or up to the number of experts."""
@@ -203,8 +221,8 @@ class _Trial:
 
     def _result(
         self, module: torch.nn.Module, tensors: list[torch.Tensor], group: Sequence[int], is_training: bool
-    ) -> tuple[Any, bool]:
-        """Return what the module returns with some of its experts, and whether it drew random numbers."""
+    ) -> tuple[list[torch.Tensor], bool]:
+        """Return the tensors that the module returns with some of its experts, and whether it drew random numbers."""
         own = copy.deepcopy(module)
         count = len(self.call.names)
         for name, value in zip(self.call.names, tensors, strict=False):
@@ -226,7 +244,7 @@ class _Trial:
         with _apart() as drew:
             made = own.forward(*arguments, **named)
             drew.end()
-        return (made.detach() if isinstance(made, torch.Tensor) else made), drew.answer
+        return [leaf.detach() for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)], drew.answer
 
     def _noting(self, number: int) -> Callable[..., None]:
         def note(module: Any, arguments: Any, result: Any) -> None:
@@ -234,6 +252,23 @@ class _Trial:
                 self.called.add(number)
 
         return note
+
+
+def _are_added(of_groups: Sequence[torch.Tensor]) -> bool:
+    """True if what groups of experts add to a result adds up to what all of them add.
+
+    Args:
+        of_groups: the results with all experts, with none, with every other one, with the others, and of each rank.
+    """
+    whole, nothing, even, odd, *by_rank = of_groups
+    if not whole.is_floating_point():
+        return False
+    near = _NEAR * max(1.0, float(whole.abs().max()))
+    for group in ([even, odd], by_rank):
+        total = sum(one - nothing for one in group)
+        if not torch.allclose(total, whole - nothing, rtol=0, atol=near):  # type: ignore[arg-type]
+            return False
+    return True
 
 
 class _Drew:

@@ -80,7 +80,7 @@ class OwnModules:
             others = f" and {len(alike) - 1} like it" if len(alike) > 1 else ""
             run = "run by their own code" if others else "runs by its own code"
             lines.append(
-                f"{alike[0]}{others} {run}, whole on every rank that has it, as {why}; "
+                f"{alike[0]}{others} {run}, on whole values, as {why}; "
                 "`paceline plan` does not count what is held within"
             )
         return lines
@@ -245,6 +245,7 @@ class OwnModule(OwnCall):
         written: the names of the buffers that it writes into; what it leaves in them comes after its results.
         operations: that a call takes, forward, roughly.
         kinds: shapes and dtypes of the tensors that it was traced with.
+        reaches_all: whether other ranks' paths may reach tensors that this rank's does not.
     """
 
     def __init__(
@@ -256,6 +257,7 @@ class OwnModule(OwnCall):
         self.written: list[str] = []
         self.operations = 0.0
         self.kinds: list[tuple[tuple[int, ...], torch.dtype]] = []
+        self.reaches_all = False
         self._slots = [_slots_of(part.copy, name) for name in names]
         self._buffers = {name for name, slots in zip(names, self._slots, strict=True) if slots[0][1] == "_buffers"}
         self._modes = [module.training for module in part.module.modules()]
@@ -278,7 +280,7 @@ class OwnModule(OwnCall):
         if sources and torch.is_grad_enabled():
             # The graph counts on a gradient's way back: other ranks may wait for it.
             results = len(made) - len(self.written)
-            made = [_reached(tensor, sources) for tensor in made[:results]] + made[results:]
+            made = [_reached(tensor, sources, self.reaches_all) for tensor in made[:results]] + made[results:]
         return made[0] if len(made) == 1 else tuple(made)
 
     def rebuild(self, results: Sequence[torch.Tensor]) -> Any:
@@ -447,26 +449,27 @@ class _Watch(TorchDispatchMode):
         return result
 
 
-def _reached(tensor: torch.Tensor, sources: list[torch.Tensor]) -> torch.Tensor:
-    if tensor.requires_grad or not tensor.is_floating_point():
+def _reached(tensor: torch.Tensor, sources: list[torch.Tensor], is_every: bool) -> torch.Tensor:
+    """Return a result from which a gradient, be it none, goes back to the sources; to every one if `is_every`."""
+    if not tensor.is_floating_point() or (tensor.requires_grad and not is_every):
         return tensor
-    unreached: torch.Tensor = _Unreached.apply(tensor, *sources)  # type: ignore[no-untyped-call]
-    return unreached
+    reached: torch.Tensor = _Reached.apply(tensor, *sources)  # type: ignore[no-untyped-call]
+    return reached
 
 
-class _Unreached(torch.autograd.Function):
-    """Returns a value as it is, whose gradient goes nowhere but keeps its way through the graph."""
+class _Reached(torch.autograd.Function):
+    """Returns a value as it is; its sources get no gradient of it, but are on its way through the graph."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
-        """Return a copy of `value`."""
+        """Return `value`."""
         ctx.sources = len(sources)
-        return value.clone()
+        return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Return no gradient."""
-        return (None,) * (ctx.sources + 1)
+        """Return the value's gradient, and none for the sources."""
+        return gradients[0], *(None for _ in range(ctx.sources))
 
 
 class _Unknown(torch.autograd.Function):
