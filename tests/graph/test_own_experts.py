@@ -108,17 +108,6 @@ class OneAfterAnother(Layer):
         return x
 
 
-class Stacked(nn.Module):
-    """Weights of experts in one tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Parameter(torch.zeros(COUNT, WIDTH, WIDTH))
-
-    def forward(self, x):
-        return sum(x[x[:, 0] > number] @ self.up[number] for number in range(COUNT)).sum() + x
-
-
 def counted(layer, x, made):
     with torch.no_grad():
         layer.hits += 1

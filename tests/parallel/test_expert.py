@@ -17,7 +17,7 @@ from paceline.train.job import Job
 from paceline.verify.ranks.keep_float64 import kept_wide
 
 from support.cells import compare, train
-from support.expert_models import MODELS, Mixture, Reader, workload
+from support.expert_models import BATCH, MODELS, Mixture, Reader, rows, workload
 from support.ranks import run_ranks
 from support.sample import COMPLETE, INTEGRATION, is_sampled
 
@@ -156,3 +156,38 @@ def evaluated_otherwise(rank: int) -> str:
 def test_layers_that_an_evaluation_sees_otherwise_are_refused():
     for said in run_ranks(2, evaluated_otherwise):
         assert "should be used in the same way in every batch, in training and in evaluation" in said
+
+
+def saved_and_continued(rank: int, plan: str, folder: str, is_second: bool) -> tuple[list[float], list[str]]:
+    """The losses of the steps that this job takes, of four, and the parameters that this rank holds."""
+    api.init()
+    optimizer = functools.partial(adamw, lr=0.01)
+    with kept_wide(True):
+        job = Job(workload("switch", steps=4, optimizer=optimizer, data=rows(4 * BATCH)), Plan.parse(plan))
+        if is_second:
+            job.load(folder)
+        losses = []
+        for batch in job.batches():
+            losses.append(job.step(batch))
+            if not is_second and len(losses) == 2:
+                job.save(folder)
+    return losses, [name for name, tensor in job.model.named_parameters() if not tensor.is_meta]
+
+
+def adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=lr)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("plan", "following"), [("expert=2", "replicate=1"), ("replicate=1", "expert=2"),
+                                                  ("expert=2", "tensor=2")])  # fmt: skip
+def test_experts_of_a_loop_are_saved_whole_and_loaded_under_any_plan(tmp_path, plan, following):
+    """Each rank has the weights and AdamW's state of its own experts alone."""
+    folder = str(tmp_path / "saved")
+    first = run_ranks(Plan.parse(plan).world_size, saved_and_continued, plan, folder, False)
+    for losses, _ in run_ranks(Plan.parse(following).world_size, saved_and_continued, following, folder, True):
+        assert losses == pytest.approx(first[0][0][2:], rel=1e-10)
+    if plan == "expert=2":
+        held = [{name for name in names if ".expert_" in name} for _, names in first]
+        assert {name.split(".expert_")[1][0] for name in held[0]} == {"0", "1"}
+        assert {name.split(".expert_")[1][0] for name in held[1]} == {"2", "3"}

@@ -163,7 +163,8 @@ def print_experts(lines: list[dict[str, Any]]) -> None:
     for line in lines:
         on_rank = f"{line['per_rank']} of {line['experts']}"
         weights = ", ".join(name.removeprefix(f"{line['module']}.") for name in line["weights"])
-        rows.append((line["module"], on_rank, str(line["choices"]), line["way"], weights or "whole", line["why"]))
+        choices = str(line["choices"] or "by code")
+        rows.append((line["module"], on_rank, choices, line["way"], weights or "whole", line["why"]))
     print("\n".join(["", *aligned(rows, "{:<}  {:<}  {:>}  {:<}  {:<}  {}")]))
 
 
