@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -188,6 +189,18 @@ def _trace(
             return _trace_once(call, device, fake)
         except NoGraphError as error:
             call.own.add(call.module.model, error)
+            _end_frames(error)
+
+
+def _end_frames(error: BaseException | None) -> None:
+    """Let go of the frames that an error came through.
+
+    In one of them a checkpoint may have begun: its hooks are on every tensor that autograd saves until its generator is
+    gone, and the error would keep that alive.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__
 
 
 def _trace_once(

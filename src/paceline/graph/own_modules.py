@@ -91,12 +91,13 @@ class OwnModules:
         Raises:
             WorkloadError: none but the model itself is left.
         """
-        refusal: WorkloadError = error
+        # Without what an error holds on to: frames, and in them fake tensors.
+        refusal = WorkloadError(error.asked, error.found, error.fix)
         called = _called_modules(model, error.__cause__ or error)
         if isinstance(error, _NotKeptError):
             self.why.pop(error.path, None)
             self.impossible[error.path] = error.found
-            refusal = self.first.get(error.path, error)
+            refusal = self.first.get(error.path, refusal)
             called = called or self.callers.get(error.path, [])
         for number, path in enumerate(called):
             if path in self.impossible or path in self.why:
@@ -107,7 +108,7 @@ class OwnModules:
                     self.first.setdefault(alike, refusal)
             self.callers[path] = called[number + 1 :]
             return
-        if isinstance(error, _NotKeptError) and refusal is not error:
+        if isinstance(error, _NotKeptError) and error.path in self.first:
             found = f"{refusal.found}; {error.path} can't run by its own code, as {error.found}"
             raise WorkloadError(refusal.asked, found, refusal.fix) from error
         raise error
