@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor as _is_wrapped
+from torch._dispatch.python import no_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -386,6 +387,8 @@ class OwnModule(OwnCall):
             with ExitStack() as stack:
                 stack.enter_context(_disable_current_modes())
                 stack.enter_context(torch._C.DisableTorchFunction())
+                # Kernels in Python, which a trace prefers, may return other shapes (torch 2.11's LSTM).
+                stack.enter_context(no_python_dispatcher())
                 stack.enter_context(random_state_kept())
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(torch.autocast(device, dtype=autocast, enabled=autocast is not None))
