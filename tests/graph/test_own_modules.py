@@ -149,6 +149,13 @@ def writes(part, x):
     return x * part.seen / part.seen.max() if x.sum() > 0 else x - part.seen
 
 
+def writes_by_chance(part, x):
+    if x.sum() < 0:
+        with torch.no_grad():
+            part.seen += 1
+    return x * 1
+
+
 def returns_what_it_is_handed(part, x):
     return x if x.sum() > 0 else x + 0.0
 
@@ -181,6 +188,8 @@ NETS = {name: (lambda code=code: Net(ByCode(code))) for name, code in CODES.item
     "one in another of its class": lambda: Net(Tree(2)),
     "a weight that others have, too": lambda: tied(Net(ByCode(branches))),
     "a recurrent layer": lambda: Net(Recurrent()),
+    "under no_grad": lambda: Shielded(ByCode(branches)),
+    "a result that others write into": lambda: Adds(ByCode(branches)),
 }
 
 
@@ -248,6 +257,25 @@ class Reads(Net):
     def forward(self, x):
         x = self.part(self.first(x))
         return self.last(x) + self.part.largest
+
+
+class Adds(Net):
+    """Writes into what its part returns, and reads what it handed to the part."""
+
+    def forward(self, x):
+        x = self.first(x)
+        made = self.part(x)
+        made += 1
+        return self.last(x + made)
+
+
+class Shielded(Net):
+    """Computes its part without gradients."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            shift = self.part(x)
+        return self.last(self.first(x) + shift)
 
 
 class Collects(Net):
@@ -327,6 +355,20 @@ def decays(part, x):
     return branches(part, x)
 
 
+class Passes(nn.Module):
+    """Returns what it is handed, by chance."""
+
+    def forward(self, x):
+        return x if x.sum() > -9e9 else x * 2
+
+
+class Doubles(nn.Module):
+    """Returns what it is handed unless it is positive, as made-up values are."""
+
+    def forward(self, x):
+        return x * 2 if x.sum() > 0 else x
+
+
 class Writes(nn.Module):
     def forward(self, x):
         x += 1
@@ -342,6 +384,7 @@ REFUSED = {
     "the model itself": (Whole, "looks at values"),
     "a counter": (lambda: net_of(counts, steps=0), "changes its attribute steps"),
     "a value of an earlier batch": (lambda: net_of(remembers, mean=torch.zeros(())), "changes its attribute mean"),
+    "what it was handed, written into": (lambda: Adds(Passes()), "and that is written into afterwards"),
     "a list that grows": (lambda: net_of(grows, sums=[]), "changes its attribute sums"),
     "an attribute that others read": (lambda: net_of(keeps_a_note, Reads), "part.*|meta"),
     "a value that a hook has seen": (lambda: net_of(branches, Collects), "does not return is used outside"),
@@ -374,3 +417,42 @@ def test_what_its_code_must_not_do_is_refused(name):
         captured_of(make().double())
     print(error.value)
     assert "replicate or shard" in str(error.value) or said == "casts or moves"
+
+
+def test_a_later_batch_that_it_returns_as_it_was_handed_is_refused():
+    """Where its result is written into, the code would write into what it was handed, too."""
+    model = Adds(Doubles()).double()
+    captured, _ = captured_of(model)
+    batch = torch.ones(3, 2, WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        model.first.weight.copy_(torch.eye(WIDTH))
+        model.first.bias.zero_()
+    by_graph(model, captured, batch)
+    with pytest.raises(WorkloadError, match="written into afterwards"):
+        by_graph(model, captured, -batch)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (lambda part, x: x if x.sum() > 0 else x[..., :2].repeat(1, 1, 2)[:2], "the shapes of what it returns depend"),
+        (lambda part, x: (x, None) if x.sum() > 0 else (x, 1), "what it returns beside tensors depends"),
+        (writes_by_chance, "whether it writes into seen depends"),
+    ],
+)
+def test_what_a_later_batch_does_otherwise_is_refused_in_words(code, said):
+    class First(Net):
+        def forward(self, x):
+            made = self.part(x)
+            return self.last(self.first(made[0] if isinstance(made, tuple) else made))
+
+    model = First(ByCode(code)).double()
+    with torch.no_grad():
+        model.part.linear.weight.copy_(torch.eye(WIDTH))
+        model.part.linear.bias.zero_()
+    captured, _ = captured_of(model)
+    batch = torch.ones(3, 2, WIDTH, dtype=torch.float64)
+    by_graph(model, captured, batch)
+    with pytest.raises(WorkloadError, match=said) as error:
+        by_graph(model, captured, -batch)
+    assert "replicate or shard" in str(error.value)

@@ -42,7 +42,7 @@ from paceline.graph.functional import (
 from paceline.graph.grouped_mm import register_fake
 from paceline.graph.kept_values import InitialState, PythonStateWatch
 from paceline.graph.own_code import NoGraphError
-from paceline.graph.own_modules import Leaks, OwnModules, kept_modules
+from paceline.graph.own_modules import Leaks, OwnModules, kept_modules, note_written_results
 from paceline.graph.refused_calls import effects_as_written
 from paceline.graph.transformers_hooks import install_recording_hooks
 from paceline.graph.writes import Write, WriteLog, check_same_writes, run_on_fakes, wants_gradient, written_inputs
@@ -225,6 +225,7 @@ def _trace_once(
         traced = make_fx(call, pre_dispatch=True)(states, inputs)
     # First, because a factory's lost result looks like a value from elsewhere, which the check refuses.
     rejoin_copies(traced)
+    note_written_results(traced.graph)
     leaks.check(list(_constants_of(traced).values()))
     _check_constants(_constants_of(traced))
     return traced, entries

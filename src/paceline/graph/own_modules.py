@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import fx
 from torch._C._functorch import is_functorch_wrapped_tensor as _is_wrapped
 from torch._dispatch.python import no_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
@@ -30,6 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.graph.own_code import PLAIN, NoGraphError, OwnCall, own_code_running
 from paceline.graph.skeleton import skeleton
+from paceline.graph.writes import memories_of, storage_of, written_inputs
 from paceline.nouns.errors import WorkloadError
 
 _OF_TORCH = frozenset(vars(torch.nn.Module()))  # what torch itself keeps in a module's dictionary
@@ -247,6 +249,8 @@ class OwnModule(OwnCall):
         written: the names of the buffers that it writes into; what it leaves in them comes after its results.
         operations: that a call takes, forward, roughly.
         kinds: shapes and dtypes of the tensors that it was traced with.
+        returns_handed: a call has returned a tensor that it was handed.
+        is_written: the graph writes into a result.
         reaches_all: whether other ranks' paths may reach tensors that this rank's does not.
     """
 
@@ -259,6 +263,8 @@ class OwnModule(OwnCall):
         self.written: list[str] = []
         self.operations = 0.0
         self.kinds: list[tuple[tuple[int, ...], torch.dtype]] = []
+        self.returns_handed = False
+        self.is_written = False
         self.reaches_all = False
         self._slots = [_slots_of(part.copy, name) for name in names]
         self._buffers = {name for name, slots in zip(names, self._slots, strict=True) if slots[0][1] == "_buffers"}
@@ -284,6 +290,11 @@ class OwnModule(OwnCall):
             results = len(made) - len(self.written)
             made = [_reached(tensor, sources, self.reaches_all) for tensor in made[:results]] + made[results:]
         return made[0] if len(made) == 1 else tuple(made)
+
+    def check_unwritten(self) -> None:
+        """Raise WorkloadError if a result that others write into is a tensor that the module was handed."""
+        if self.returns_handed and self.is_written:
+            raise self._not_kept("it returns a tensor that it is handed, and that is written into afterwards")
 
     def rebuild(self, results: Sequence[torch.Tensor]) -> Any:
         """Return the tensors of a call in the structure that the module returns."""
@@ -314,7 +325,11 @@ class OwnModule(OwnCall):
         made = self._note_results(result, [self.names[number] if number < count else "" for number in changed])
         # A copy of what it was handed: the graph takes every result for memory of its own.
         memories = {tensor.untyped_storage()._cdata for tensor in handed}
-        made = [tensor.clone() if tensor.untyped_storage()._cdata in memories else tensor for tensor in made]
+        for number, tensor in enumerate(made):
+            if tensor.untyped_storage()._cdata in memories:
+                self.returns_handed = True
+                self.check_unwritten()
+                made[number] = tensor.clone()
         return [*made, *(states[name].detach() for name in self.written)]
 
     def _put(self, states: Mapping[str, torch.Tensor]) -> None:
@@ -596,3 +611,16 @@ def random_state_kept() -> Iterator[None]:
         random.setstate(state[1])
         if numpy:
             numpy.random.set_state(state[2])
+
+
+def note_written_results(graph: fx.Graph) -> None:
+    """Tell calls of modules that their results are written into.
+
+    Raises:
+        WorkloadError: one of these is what the module was handed, which the code would write into, too.
+    """
+    written = {storage_of(source) for node in graph.nodes for source in written_inputs(node)}
+    for node in graph.nodes:
+        if isinstance(node.target, OwnModule) and memories_of(node) & written:
+            node.target.is_written = True
+            node.target.check_unwritten()
