@@ -1172,3 +1172,54 @@ def gradient_of_rows_is_not_brought_back():
         return plain(self, rows.detach(), counts)
 
     wrap(experts.ExpertExchanges, "dispatch", sent)
+
+
+# --- modules that run by their own code
+
+
+@mutant(EXPERTS, subject="looped", module=("mixture",))
+def shared_expert_counts_once_for_each_rank():
+    from paceline.graph import own_experts
+
+    wrap(own_experts._CallWithExperts, "_added", lambda plain, self, tensors: own_experts.OwnModule._run(self, tensors))
+
+
+@mutant(EXPERTS, subject="looped", module=("mixture",))
+def what_other_ranks_experts_make_is_left_out():
+    from paceline.comm import sequence
+
+    def summed(plain, self, tensor):
+        return tensor if tensor.dim() > 1 else plain(self, tensor)
+
+    wrap(sequence.SequenceExchanges, "sum_with_partial_grad", summed)
+
+
+@mutant("tensor=2", subject="looped", module=("mixture", "head"), culprit="backward")  # head is where it comes from
+def gradient_of_own_code_is_lost():
+    from paceline.graph import own_modules
+
+    def called(plain, self, *tensors):
+        count = len(self.names)
+        return plain(self, *tensors[:count], *(tensor.detach() for tensor in tensors[count:]))
+
+    wrap(own_modules.OwnModule, "__call__", called)
+
+
+@mutant("pipeline=2", subject="looped", says="step 2: the loss is", culprit="the first step is right")
+def own_code_is_handed_the_first_batch_again():
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    from paceline.graph import own_modules
+
+    first = {}
+
+    def called(plain, self, *tensors):
+        if isinstance(tensors[0], FakeTensor):
+            return plain(self, *tensors)
+        count = len(self.names)
+        if self.part.path in first:
+            return plain(self, *tensors[:count], *first[self.part.path])
+        first[self.part.path] = [tensor.detach() for tensor in tensors[count:]]
+        return plain(self, *tensors)
+
+    wrap(own_modules.OwnModule, "__call__", called)
