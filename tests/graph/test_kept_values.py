@@ -2,6 +2,9 @@
 
 import collections
 import copy
+import sys
+import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ import torch
 from torch import nn
 from updating import WIDE, assert_same, captured_of, in_stages, loss, make, trained
 
+from paceline.graph import kept_values
 from paceline.nouns.errors import WorkloadError
 
 EXACT, REFUSED = {}, {}
@@ -288,3 +292,13 @@ def test_a_loss_reads_what_the_forward_pass_collected(stages, is_list):
     assert (model.terms, model.term, PAST) == ([], 0, {"terms": 3.0})
     assert_same(found, trained(wanted, lambda batch: balanced_loss(wanted, batch)))
     PAST["terms"] = 3.0
+
+
+@pytest.mark.parametrize(("file", "is_of_the_user"), [("train.py", True), (None, True), ("verify/ranks/x.py", False)])
+def test_the_main_module_is_the_persons_unless_it_is_of_verify(monkeypatch, file, is_of_the_user):
+    """A rank of `verify` counts what a module's own code draws in an object of its main module."""
+    main = types.ModuleType("__main__")
+    if file is not None:
+        main.__file__ = str(Path(kept_values.__file__).parents[1] / file)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert kept_values._is_user_code("__main__") is is_of_the_user

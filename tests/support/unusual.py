@@ -388,6 +388,31 @@ class Normalized(nn.Module):
         return self.last(torch.relu(F.linear(x, self.middle.weight * self.mask, self.middle.bias)))
 
 
+class Skipping(nn.Module):
+    """A part that skips layers by chance, and draws noise and dropout in those that it does not skip."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 3)
+        self.body = SkippingLayers()
+
+    def forward(self, x):
+        return self.last(self.body(self.first(x)))
+
+
+class SkippingLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.2), nn.GELU()) for _ in range(4)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            if self.training and torch.rand([]) < 0.5:
+                continue
+            x = x + layer(x + 0.1 * torch.randn_like(x))
+        return x
+
+
 UNUSUAL = {
     "ownbackward": lambda: remembers(model=OwnBackward),
     "ctc": lambda: ids_job(Heard, aligned_labels),
@@ -414,6 +439,7 @@ UNUSUAL = {
     "dataclass": lambda: remembers(model=Touch2, loss=pair_classes, collate=_pair),
     "sparse": lambda: ids_job(Sparse, same_word, clip_norm=0.05),
     "lambda": lambda: decoder(scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 / (1 + s))),
+    "skipping": lambda: remembers(model=Skipping),
 }
 
 

@@ -31,6 +31,8 @@ def plans_of(name):
         return "replicate=2", "tensor=2", "pipeline=2", "replicate=2,tensor=2", "shard=2"
     if name in ("depth", "ownbackward", "ctc"):
         return "replicate=2", "tensor=2", "pipeline=2"
+    if name == "skipping":
+        return "replicate=2", "pipeline=2"
     if name == "noisy":
         return "replicate=2", "shard=2,checkpointing=full", "pipeline=2"
     return ("replicate=2",) if name in EAGER_ONLY else ("replicate=2", "tensor=2")

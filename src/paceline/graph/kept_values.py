@@ -16,11 +16,13 @@ from __future__ import annotations
 import collections
 import functools
 import numbers
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from paceline.nouns.module_names import PACKAGE
 
 _SLOTS = ("_parameters", "_buffers", "_modules")  # what the graph and the checks of buffers see already
 _PLAIN = (bool, int, float, complex, str, bytes, tuple, type(None), torch.Size, torch.dtype, torch.device)
+_VERIFY = str(Path(__file__).parents[1] / "verify") + os.sep
 _MISSING = object()  # in a place where there is no value: None is one
 _DEPTH = 2  # of containers in containers; it also ends the walk of those that hold themselves
 _MOST = 200  # elements of a container that are looked at
@@ -358,11 +361,17 @@ def _is_watched(value: Any) -> bool:
     return not isinstance(value, type | types.ModuleType) and _is_user_code(type(value).__module__)
 
 
-@functools.cache
 def _is_user_code(module: str) -> bool:
     """True if a Python module is neither of the standard library nor installed, nor Paceline's own."""
-    if module == "__main__":
-        return True
+    if module != "__main__":
+        return _is_of_the_user(module)
+    # A rank of `verify` runs one of Paceline's own files.
+    file = getattr(sys.modules["__main__"], "__file__", None) or ""
+    return not file.startswith(_VERIFY)
+
+
+@functools.cache
+def _is_of_the_user(module: str) -> bool:
     if module.partition(".")[0] == PACKAGE and not module.startswith(f"{PACKAGE}.demo"):
         return False  # also where it is not installed but run from a checkout
     file = getattr(sys.modules.get(module), "__file__", None) or ""

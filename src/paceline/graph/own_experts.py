@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.graph.own_code import own_code_running
-from paceline.graph.own_modules import Attributes, OwnModule, random_state_kept
-from paceline.graph.skeleton import skeleton
+from paceline.graph.own_modules import Attributes, OwnModule, copy_of, random_state_kept
 from paceline.nouns.shard_spec import chunk_range
 
 _TRIALS = 6  # draws of made-up values
@@ -101,7 +100,11 @@ class _CallWithExperts(OwnModule):
         elsewhere = {name for number in range(experts.count) if number not in own for name in experts.states[number]}
         names = [name for name in call.names if name not in elsewhere]
         super().__init__(
-            call.part.with_copy(skeleton(call.part.copy)), names, call.constants, call.is_tensor, call.form
+            call.part.with_copy(copy_of(call.part.copy, call.part.path)),
+            names,
+            call.constants,
+            call.is_tensor,
+            call.form,
         )
         self.__name__ = self.__qualname__ = f"{call.__name__} with experts {list(own)}"
         self._modes = list(call._modes)

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -41,6 +42,7 @@ _generator = torch.default_generator  # by another name: while a model is traced
 _FIX = "train it by replicate or shard, which run the model's own code"
 Attributes = dict[tuple[str, str], tuple[Any, Any]]  # by path and name: a value, and the items of a container
 Place = tuple[torch.nn.Module, str, str]  # of a state: who holds it, in `_parameters` or `_buffers`, by which key
+PATHS: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()  # of the copies that run
 _CALL = torch.nn.Module._call_impl.__code__
 
 
@@ -166,7 +168,7 @@ def kept_modules(model: torch.nn.Module, own: OwnModules, leaks: Leaks) -> Itera
     for path in own.why:
         module = model.get_submodule(path)
         if path not in own.copies:
-            own.copies[path] = skeleton(module)
+            own.copies[path] = copy_of(module, path)
         before.append((module, vars(module).get("forward", _MISSING)))
     for (module, _), path in zip(before, own.why, strict=True):
         module.__dict__["forward"] = functools.partial(_kept_call, _Part(module, own.copies[path], path, leaks))
@@ -178,6 +180,14 @@ def kept_modules(model: torch.nn.Module, own: OwnModules, leaks: Leaks) -> Itera
                 del module.__dict__["forward"]
             else:
                 module.__dict__["forward"] = forward
+
+
+def copy_of(module: torch.nn.Module, path: str) -> torch.nn.Module:
+    """Return a copy of a module without values, which is known by the module's path in the model."""
+    copy = skeleton(module)
+    for name, part in copy.named_modules():
+        PATHS[part] = f"{path}.{name}" if name else path
+    return copy
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.utils.checkpoint
 
+from paceline.graph.own_modules import PATHS
 from paceline.nouns.patching import patched
 
 _MOST = 1 << 16  # numbers of places
@@ -58,7 +59,9 @@ class Places:
         while frame is not None:
             file = frame.f_code.co_filename
             module = frame.f_locals.get("self")
-            name = self.names.get(module) if isinstance(module, torch.nn.Module) else None
+            name = None
+            if isinstance(module, torch.nn.Module):
+                name = self.names.get(module, PATHS.get(module))
             if name is not None:
                 return self._number(name, [*lines, f"{file} {frame.f_lineno}"])
             if file == _CHECKPOINT:
