@@ -14,7 +14,7 @@ import math
 import os
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -24,7 +24,6 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.utils.checkpoint
 
-from paceline.graph.own_modules import PATHS
 from paceline.nouns.patching import patched
 
 _MOST = 1 << 16  # numbers of places
@@ -39,12 +38,14 @@ class Places:
 
     Attributes:
         names: of the modules of the models that a loss was called with.
+        copies: names of modules that run in the place of the model's, as a rank that splits the model has some.
         is_in_loss: a loss is being called.
         has_drawn: somebody has drawn by place.
     """
 
     def __init__(self) -> None:
         self.names: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
+        self.copies: Mapping[torch.nn.Module, str] = {}
         self.is_in_loss = False
         self.has_drawn = False
 
@@ -61,7 +62,7 @@ class Places:
             module = frame.f_locals.get("self")
             name = None
             if isinstance(module, torch.nn.Module):
-                name = self.names.get(module, PATHS.get(module))
+                name = self.names.get(module, self.copies.get(module))
             if name is not None:
                 return self._number(name, [*lines, f"{file} {frame.f_lineno}"])
             if file == _CHECKPOINT:

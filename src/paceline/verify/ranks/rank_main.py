@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from paceline.checkpoint.manifest import OPTIMIZER
 from paceline.comm import api
 from paceline.comm.fully_shard import local
+from paceline.graph.own_modules import PATHS
 from paceline.nouns.mesh import PLACE_AXES, Mesh
 from paceline.nouns.order import mix
 from paceline.nouns.plan import Plan
@@ -35,7 +36,7 @@ from paceline.verify.ranks.control_flow_trace import Branches
 from paceline.verify.ranks.dropout_trace import DropoutTrace, MaskPiece, watch_pieces
 from paceline.verify.ranks.fingerprint import prints_of
 from paceline.verify.ranks.keep_float64 import dtypes_as_asked
-from paceline.verify.ranks.placed_draws import call_of_the_loss
+from paceline.verify.ranks.placed_draws import PLACES, call_of_the_loss
 from paceline.verify.ranks.randomness import controlled, drawn_state
 from paceline.verify.ranks.reference_step import dense_copy, scale_of
 from paceline.verify.ranks.trace import Trace, begin_heartbeat
@@ -95,6 +96,7 @@ class _RankRun:
         """Take the steps and write down what they made."""
         # In narrow precisions both sides' values differ by rounding, and dropout by value would drop other elements.
         is_off = self.run["precision"] != "float64"
+        PLACES.copies = PATHS
         with ExitStack() as stack:
             if not self.run.get("draws"):
                 stack.enter_context(controlled(is_off, self.plan.compile == "on"))
