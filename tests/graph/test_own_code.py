@@ -8,6 +8,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from paceline.graph.capture import capture
+from paceline.graph.stages import assign_stages, assignment_of
 from paceline.nouns.errors import WorkloadError
 
 from support.unusual import Leaky
@@ -235,3 +236,19 @@ def test_rows_of_their_own_are_put_where_the_mask_says():
     expected = torch.autograd.grad(summed(model, batch)[0], list(model.parameters()))
     for one, other in zip(gradients_by_graph(model, batch, captured), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+def test_the_same_code_is_cut_alike():
+    """Calls that are kept are made anew by each capture."""
+
+    def change(model, x):
+        for _ in range(4):
+            x = both_backwards(model, model.first(x))
+        return x
+
+    first = captured_of(change)[2]
+    assignment = assignment_of(first, assign_stages(first, 2))
+    second = captured_of(change, batch=torch.randn(5, 4, dtype=torch.float64))[2]
+    # A state's stages say nothing here: all layers are one.
+    assert list(assign_stages(second, 2, assignment).values()) == assignment.stages
+    assert set(assignment.stages) == {0, 1}
