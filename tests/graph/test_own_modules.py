@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+
 import pytest
 import torch
 from torch import fx, nn
@@ -456,3 +458,24 @@ def test_what_a_later_batch_does_otherwise_is_refused_in_words(code, said):
     with pytest.raises(WorkloadError, match=said) as error:
         by_graph(model, captured, -batch)
     assert "replicate or shard" in str(error.value)
+
+
+def test_a_large_module_is_not_made_to_see_what_it_returns():
+    """Four GiB of weights: what it returns is learnt from as many numbers as a row has."""
+
+    class Large(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, 1 << 27), nn.Linear(1 << 27, WIDTH)
+
+        def forward(self, x):
+            return x if x.sum() > 0 else self.down(self.up(x))
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with torch.device("meta"):
+        model = Net(Large())
+    captured, own = captured_of(model, batch=torch.ones(3, 2, WIDTH))
+    assert "part" in own.why
+    assert tuple(captured.output[0].meta["val"].shape) == ()
+    grown_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    assert grown_mib < 512

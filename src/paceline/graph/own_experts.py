@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.graph.own_code import own_code_running
-from paceline.graph.own_modules import Attributes, OwnModule, copy_of, random_state_kept
+from paceline.graph.own_modules import Attributes, OwnModule, copy_of, fractions, random_state_kept
 from paceline.nouns.shard_spec import chunk_range
 
 _TRIALS = 6  # draws of made-up values
@@ -216,7 +216,7 @@ class _Trial:
             if dtype == torch.bool:
                 made = torch.rand(shape, generator=self.generator) < 0.5
             elif dtype.is_floating_point:
-                made = torch.rand(shape, generator=self.generator, dtype=torch.float64) - 0.3
+                made = (fractions(shape, self.generator, torch.float64) - 0.3).expand(shape)
             else:
                 made = torch.randint(limit, shape, generator=self.generator, dtype=dtype)
             values.append(made)

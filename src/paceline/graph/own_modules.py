@@ -10,6 +10,7 @@ What it returns is learnt from a call on made-up values: how many tensors, of wh
 from __future__ import annotations
 
 import functools
+import math
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ from paceline.nouns.errors import WorkloadError
 
 _OF_TORCH = frozenset(vars(torch.nn.Module()))  # what torch itself keeps in a module's dictionary
 _MISSING = object()
+_LARGE = 1 << 22  # elements
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _generator = torch.default_generator  # by another name: while a model is traced, torch's own refuses to be seeded
 _FIX = "train it by replicate or shard, which run the model's own code"
@@ -538,10 +540,21 @@ def _example(tensor: torch.Tensor, device: str) -> torch.Tensor:
         return torch.ones(shape, dtype=tensor.dtype, device=device)
     if not tensor.is_floating_point():
         return torch.zeros(shape, dtype=tensor.dtype, device=device)
-    values = torch.rand(shape, generator=torch.Generator().manual_seed(len(shape))) + 0.1
+    values = fractions(shape, torch.Generator().manual_seed(len(shape)), torch.float32) + 0.1
     if len(shape) > 1:
-        values /= shape[-1]
-    return values.to(device, tensor.dtype).requires_grad_(tensor.requires_grad)
+        values = values / shape[-1]
+    return values.to(device, tensor.dtype).expand(shape).requires_grad_(tensor.requires_grad)
+
+
+def fractions(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
+    """Return numbers between 0 and 1 that can be expanded to a shape: of a large one its last dimension, or one.
+
+    A module may be a large part of a model that no rank can hold.
+    """
+    of = shape
+    if math.prod(shape) > _LARGE:
+        of = shape[-1:] if shape[-1] <= _LARGE else (1,)
+    return torch.rand(of, generator=generator, dtype=dtype)
 
 
 def _operations_of(tensors: Sequence[torch.Tensor], states: int) -> float:
