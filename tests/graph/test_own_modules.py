@@ -14,6 +14,8 @@ from paceline.graph.own_modules import OwnModules
 from paceline.graph.skeleton import skeleton
 from paceline.nouns.errors import WorkloadError
 
+from support.looped import LoopedExperts
+
 CPU = torch.device("cpu")
 WIDTH = 4
 
@@ -29,24 +31,6 @@ class Net(nn.Module):
     def forward(self, x):
         x = self.part(self.first(x))
         return self.last(self.part(x) if self.twice else x)
-
-
-class Experts(nn.Module):
-    """Experts in a loop over those that are chosen, as transformers' Switch has them."""
-
-    def __init__(self, count=4):
-        super().__init__()
-        self.router = nn.Linear(WIDTH, count)
-        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(count)])
-
-    def forward(self, x):
-        rows = x.flatten(0, -2)
-        weights, chosen = self.router(rows).softmax(-1).max(-1)
-        made = torch.zeros_like(rows)
-        for expert in chosen.unique().tolist():
-            (where,) = torch.where(chosen == expert)
-            made.index_add_(0, where, self.experts[expert](rows[where]) * weights[where, None])
-        return made.view_as(x)
 
 
 class ByCode(nn.Module):
@@ -184,7 +168,7 @@ CODES = {
     "a cast to what it is": lambda part, x: branches(part, part.linear.double()(x)),
 }
 NETS = {name: (lambda code=code: Net(ByCode(code))) for name, code in CODES.items()} | {
-    "experts": lambda: Net(Experts()),
+    "experts": lambda: Net(LoopedExperts(WIDTH)),
     "twice": lambda: Net(ByCode(branches), twice=True),
     "a part of a part": lambda: Net(nn.Sequential(nn.Tanh(), ByCode(branches), nn.Tanh())),
     "one in another of its class": lambda: Net(Tree(2)),

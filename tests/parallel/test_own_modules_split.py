@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import paceline
 from paceline.comm import api
 
 from support.cells import compare, train, two_steps
+from support.looped import LoopedExperts
 from support.ranks import run_ranks
 
 WORDS, WIDTH = 32, 32
@@ -33,24 +35,6 @@ REFUSED = {
     # Its branch depends on all samples together.
     **{("recomputed", plan): "should be the sum of its samples' losses" for plan in BY_PIECES},
 }
-
-
-class Experts(nn.Module):
-    """Experts in a loop over those that are chosen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, 4)
-        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.flatten(0, 1)
-        weights, chosen = self.router(rows).softmax(-1).max(-1)
-        made = torch.zeros_like(rows)
-        for expert in chosen.unique().tolist():
-            (where,) = torch.where(chosen == expert)
-            made.index_add_(0, where, self.experts[expert](rows[where]) * weights[where, None])
-        return made.view_as(x)
 
 
 class Branch(nn.Module):
@@ -106,11 +90,17 @@ class Recomputed(nn.Module):
         return self.linear(x).tanh() if x.sum() > 0 else self.linear(x)
 
 
-PARTS = {"experts": Experts, "branch": Branch, "inner": Inner, "counter": Counter, "recomputed": Recomputed}
+PARTS: dict[str, Callable[[], nn.Module]] = {
+    "experts": functools.partial(LoopedExperts, WIDTH),
+    "branch": Branch,
+    "inner": Inner,
+    "counter": Counter,
+    "recomputed": Recomputed,
+}
 
 
 class Reader(nn.Module):
-    def __init__(self, part: type[nn.Module]) -> None:
+    def __init__(self, part: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.words, self.part, self.again = nn.Embedding(WORDS, WIDTH), part(), part()
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)

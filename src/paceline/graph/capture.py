@@ -3,7 +3,8 @@
 The model's code runs once on fake tensors, which know shape, dtype and device and hold nothing; every
 operation it performs, before autograd takes it apart, is traced (`make_fx`, pre-dispatch). The graph computes what
 the model computes for every batch of the same shapes, provided that the code's path depends on shapes alone. Where
-it depends on values, fake tensors can't answer, and the model is refused.
+a module's depends on values, fake tensors can't answer: it runs by its own code (`own_modules.py`), or the model is
+refused.
 """
 
 from __future__ import annotations

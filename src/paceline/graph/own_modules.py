@@ -1,7 +1,7 @@
 """Modules that a graph keeps as they are: one call of a module's forward is one node.
 
-A path or a shape that depends on values, `torch.autograd.grad`, a reentrant checkpoint: no graph of forward operations
-has them. The innermost module whose code does so runs by that code, forward and backward, on whole values; the rest is
+A path or a shape that depends on values, `torch.autograd.grad`, a hook of a tensor: no graph of forward operations has
+them. The innermost module whose code does so runs by that code, forward and backward, on whole values; the rest is
 a graph as ever. It is called with its parameters and buffers and with the tensors that it is handed.
 
 What it returns is learnt from a call on made-up values: how many tensors, of which shapes, may not depend on values.
