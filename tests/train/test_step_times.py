@@ -110,12 +110,15 @@ def test_a_loop_of_its_own_has_the_same_kinds(tmp_path):
     job.close()
     steps = [step for step in read_steps(tmp_path / "times/0.jsonl") if step.step is not None]
     assert len(steps) == 8
-    for step in (*steps[1:3], *steps[4:7]):  # a step ends when the loop has its next batch; passes end with no more
+    # A step ends when the loop has its next batch, and a pass ends without one.
+    counted = (*steps[1:3], *steps[4:7])
+    for step in counted:
         assert step.by_kind["forward"] > 5e6
         assert step.by_kind["data"] > 8e6
         assert step.by_kind["other"] > 3e6
-        assert 0 < step.by_kind["backward"] < 5e6
-        assert 0 < step.by_kind["optimizer"] < 5e6
+    # A busy machine lengthens one step. A sleep that is counted for the wrong kind lengthens each.
+    for kind in ("backward", "optimizer"):
+        assert 0 < min(step.by_kind[kind] for step in counted) < 3e6
 
 
 @pytest.fixture
