@@ -238,6 +238,11 @@ class Parallel:
         """Return what `score(model, batch)` returns."""
         return self.placed.evaluate(name, score, batch)
 
+    @property
+    def notices(self) -> Sequence[str]:
+        """Return what the person should know of how the model runs; batches of new shapes may add to it."""
+        return self.placed.notices
+
     def held(self) -> dict[str, LocalShard]:
         """Return this rank's part of every state tensor that is not whole on all ranks, and who else has the same."""
         return self.placed.held()

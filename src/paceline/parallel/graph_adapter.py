@@ -44,7 +44,6 @@ class GraphAdapter:
     ) -> None:
         self.couples_samples = split.coupled
         self.written_buffers = split.written_by_hand
-        self.notices = split.notices
         self.split = split
         self.axes = axes
         self.plan = plan
@@ -77,6 +76,11 @@ class GraphAdapter:
         self.holders: dict[str, list[int]] = {}
         for name, _ in split.form.named_parameters():
             self.holders[name] = sorted(_pipeline_ranks(split, name))
+
+    @property
+    def notices(self) -> Sequence[str]:
+        """Return what the person should know: more where batches of a new shape bring more."""
+        return self.split.notices
 
     def attach(self, observer: StepObserver, peer_values: PeerValues) -> None:
         """Do nothing: a graph's numbers depend on no other rank's."""

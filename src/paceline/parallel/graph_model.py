@@ -40,6 +40,7 @@ from paceline.nouns.plan import Plan
 from paceline.nouns.shard_spec import Cut, ShardSpec
 from paceline.parallel import expert
 from paceline.parallel.context import as_first, emit_positions, layout_of
+from paceline.parallel.programs import Programs
 from paceline.parallel.recompute import nothing_recomputed, recomputed
 from paceline.parallel.shard.blocks import find_blocks
 
@@ -82,6 +83,7 @@ class Program:
     captured: Captured
     stages: list[StageProgram]
     total_stages: int
+    nodes: int = 0  # of all graphs that it keeps
 
 
 @dataclass(slots=True)
@@ -118,7 +120,7 @@ class SplitModel:
     written: list[str] = field(default_factory=list)  # states that every forward pass writes into
     shared: SharedStatistics | None = None  # batch norm over the ranks with other samples of the same batch
     local: dict[str, torch.Tensor] = field(default_factory=dict)
-    programs: dict[Hashable, Program] = field(default_factory=dict)
+    programs: Programs = field(default_factory=Programs)
     decided_by: tuple[Hashable, Captured] | None = None  # the graph that `decide` looked at, until it is built
     precision: torch.dtype | None = None  # that the graphs run under autocast to
     pieces: int = 1  # of each stage, where activations are recomputed
@@ -244,13 +246,14 @@ class SplitModel:
         return cuts
 
     def program(self, key: Hashable, function: Function, batch: Any, is_training: bool = True) -> Program:
-        """Return this rank's part of `function` for batches like `batch`; made once per shape."""
-        # Shapes are constants of a graph, and so is the mode: dropout is an operation of one and not of the other.
-        full_key = (key, is_training, signature(batch))
-        if full_key not in self.programs:
+        """Return this rank's part of `function` for batches like `batch`; made where none is kept for the shape."""
+
+        def make() -> Program:
             self.form.train(is_training)
-            self.programs[full_key] = self.build(self._captured(function, batch))
-        return self.programs[full_key]
+            return self.build(self._captured(function, batch))
+
+        # Shapes are constants of a graph, and so is the mode: dropout is an operation of one and not of the other.
+        return self.programs.find((key, is_training, signature(batch)), make)
 
     def _captured(self, function: Function, batch: Any) -> Captured:
         """Return the graph that `decide` looked at, if it is of this function and such a batch, else a new one."""
@@ -399,7 +402,9 @@ class SplitModel:
                 run.append(self._runnable(fx.GraphModule(constants, piece.graph)))
                 states.append([self.local[name] for name in piece.states])
             programs.append(StageProgram(index, stage, run, states))
-        return Program(captured, programs, self.stages)
+        graphs = [captured.graph, *[piece.graph for program in programs for piece in program.pieces]]
+        nodes = sum(len(graph.nodes) for graph in graphs)
+        return Program(captured, programs, self.stages, nodes)
 
     def _decided(self, captured: Captured) -> Mapping[str, Placement]:
         return {name: self.placements.get(name) for name in captured.states}
@@ -417,7 +422,7 @@ class SplitModel:
     @property
     def notices(self) -> list[str]:
         """Return what the person should know of how the model was split."""
-        notices = self.own_modules.notices
+        notices = [*self.own_modules.notices, *self.programs.notices]
         if not self.written or self.plan.checkpointing == "none":
             return notices
         why = "the model writes into its buffers, and computed again it would write twice"

@@ -503,6 +503,13 @@ class PiecewiseParallel(Parallel):
         """True if each parameter is updated by one rank, and whole on all of them."""
         return self.parts is None and self.owned.comm.size > 1
 
+    @property
+    def notices(self) -> Sequence[str]:
+        """Return what the person should know of how the models run."""
+        forwards = [] if self.tensor is None else self.tensor.forwards
+        split = [notice for forward in forwards for notice in forward.split.notices]
+        return [*self.placed.notices, *split]
+
     def held(self) -> dict[str, LocalShard]:
         """Return where the optimizers' state of each parameter is, if not on every rank, and parts of frozen models."""
         held = self.owned.state_shards() if self.shares_updates else {}

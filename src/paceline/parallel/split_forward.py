@@ -103,7 +103,7 @@ class SplitForward:
         self.split = SplitModel(model, self.comm, axes["pipeline"], plan, device)
         self.split.shared = shared
         self.is_placed = False
-        self.programs: dict[Hashable, Program] = {}
+        self.programs = self.split.programs
         self.place: Callable[[SplitForward, Any], None] = lambda forward, call: None
         self.note: Callable[[torch.Tensor], None] = lambda digest: None
         self.hashes: dict[Hashable, int] = {}
@@ -286,8 +286,9 @@ class SplitForward:
             )
 
     def _program(self, key: Hashable, call: Any) -> Program:
-        """Return the graph for calls with this key; made once."""
-        if key not in self.programs:
+        """Return the graph for calls with this key, made where none is kept."""
+
+        def make() -> Program:
             _check_arguments(call)
             for module, form in zip(self.modules, self.forms, strict=True):
                 form.training = module.training
@@ -296,8 +297,9 @@ class SplitForward:
             with _as_for_training():
                 for name in self.slots:
                     self.split.local.setdefault(name, self.state(name))
-                self.programs[key] = self.split.build(self.split.capture(_forward, call))
-        return self.programs[key]
+                return self.split.build(self.split.capture(_forward, call))
+
+        return self.programs.find(key, make)
 
     def _run(self, program: Program, tensors: Sequence[torch.Tensor]) -> list[Any]:
         (stage,) = program.stages

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -229,8 +229,8 @@ class Job:
         self.comms = assembly.comms
         self.comm = self.comms.data
         placed = assembly.place_model(assembly.example())
-        for notice in placed.notices:
-            self.notice(notice)
+        self.told: set[str] = set()
+        self._tell(placed.notices)
         if assembly.cut_notice:
             self.notice(assembly.cut_notice)
         self.loader = assembly.loader
@@ -241,6 +241,13 @@ class Job:
         self.model = self.parallel.model
         self.optimizer = assembly.optimizer
         self.steps = STEPS[self.plan.strategy](self)
+
+    def _tell(self, notices: Sequence[str]) -> None:
+        """Print what of this the person was not told yet."""
+        for notice in notices:
+            if notice not in self.told:
+                self.told.add(notice)
+                self.notice(notice)
 
     def _check_plan_without_data(self) -> None:
         """Raise PlanError where the plan needs samples, or a function of them, and there are none."""
@@ -356,6 +363,7 @@ class Job:
         )
         self.is_stepping = False
         self.unchecked = self.step_number - self.loaded_step <= CHECKED
+        self._tell(self.parallel.notices)
         self._write_step()
         if self.saves_late:
             self.late = stats.is_stopping

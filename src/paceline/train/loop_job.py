@@ -782,6 +782,7 @@ class LoopJob(Job):
             self.scalers[0].scaler.get_scale() if self.is_scaled else None,
         )
         self._tell_length()
+        self._tell(self.parallel.notices)
         self._write_step()
         self.norm = None
         self.is_scaled = self.is_skipped = False
