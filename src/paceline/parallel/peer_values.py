@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from paceline.comm.host_copy import HostCopy
     from paceline.parallel.shard.grad_usage import GradUsage
     from paceline.parallel.step_stats import StepStats, StepStatsReducer
 
@@ -39,6 +40,11 @@ class PeerValues:
             flag: above 0 where they have, on any rank.
         """
         return bool(flag > 0)
+
+    def norm(self, copy: HostCopy) -> float:
+        """Return the gradient's norm, which is being copied from the device."""
+        (norm,) = copy.read()
+        return norm
 
     def unused(self, usage: GradUsage) -> list[str]:
         """Return the names of the parameters that no rank used in this step. Collective.

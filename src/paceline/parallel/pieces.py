@@ -23,7 +23,7 @@ each update that of `replicate`, without the numbers of the step, and with `shar
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,9 +32,12 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from paceline.comm.batch_norm import share_by
+from paceline.comm.collectives import AxisComm
 from paceline.comm.fully_shard import gathered, is_part, local
+from paceline.comm.host_copy import HostCopy
 from paceline.comm.pytree import tensors_in
 from paceline.comm.reducer import Reducer, exact_reducer
+from paceline.comm.shared_memory import SharedMemory
 from paceline.nouns.errors import CollectiveError, LossError, PacelineError, UsageError, WorkloadError
 from paceline.nouns.plan import Plan
 from paceline.nouns.shard_spec import LocalShard
@@ -161,6 +164,32 @@ class _Noted(NamedTuple):
         return self.norm is None or torch.equal(self.norm, local(gradient).norm())
 
 
+class _Message:
+    """One number for each of its places, which the ranks add up.
+
+    Args:
+        comm: the ranks.
+        shared: memory of theirs, if it is open.
+        length: in numbers.
+        device: where they are.
+    """
+
+    def __init__(self, comm: AxisComm, shared: SharedMemory | None, length: int, device: torch.device) -> None:
+        self.mine = torch.zeros(length, dtype=torch.float64, device=device)
+        self.reducer = exact_reducer(comm, shared, length, torch.float64, device)
+        self.unscaled = torch.ones((), dtype=torch.float64, device=device)
+
+    def begin(self) -> None:
+        """Send this rank's numbers."""
+        self.reducer.inboxes[self.reducer.turn].copy_(self.mine)
+        self.reducer.begin()
+
+    def finish(self) -> torch.Tensor:
+        """Return the sums."""
+        self.reducer.finish(self.unscaled)
+        return self.reducer.outbox.clone()
+
+
 class PiecewiseParallel(Parallel):
     """The strategies of a rank whose loop calls the pieces of a step itself.
 
@@ -170,7 +199,7 @@ class PiecewiseParallel(Parallel):
 
     placed: EagerAdapter
     targets: list[_Target]
-    message: Reducer
+    said: _Message
 
     def __init__(self, placed: EagerAdapter, workload: Workload, comms: Comms, plan: Plan, place: RankPlace) -> None:
         super().__init__(placed, workload, comms, plan, place)
@@ -289,7 +318,7 @@ class PiecewiseParallel(Parallel):
         if failure is not None:
             raise failure
         self._read_all()
-        self._read(piece, sums)
+        self._read(piece, sums.tolist())
         forward.agree(self.comms.step)
         cut = self.tensor.cut(forward)
         self.buffers.take_forms(cut)
@@ -317,8 +346,7 @@ class PiecewiseParallel(Parallel):
             self._name(parameters)
         # Trained in a backward pass whose gradients are not summed yet: they may have been frozen since.
         self.unsummed: set[torch.nn.Parameter] = set()
-        # Whether this rank had a loss that is not finite, and has weight 0.
-        self.is_doubtful = torch.zeros((), dtype=torch.bool, device=self.device)
+        self.is_doubtful = False  # this rank had a loss that is not finite, and has weight 0
         self.noted: dict[torch.nn.Parameter, _Noted] = {}
         # Gradients that are sums over the ranks, the same on all of them.
         self.summed: dict[torch.nn.Parameter, torch.Tensor] = {}
@@ -326,15 +354,18 @@ class PiecewiseParallel(Parallel):
         self.ranks_at = _FIRST_RANK
         self.buffers_at = _FIRST_RANK + _PER_RANK * comm.size
         length = self.buffers_at + len(self.buffers.tensors)
-        self.mine = torch.zeros(length, dtype=torch.float64, device=self.device)
         shared = self.replicate.shared if comm is self.comms.data else None
-        self.message = exact_reducer(comm, shared, length, torch.float64, self.device)
-        self.unscaled = torch.ones((), dtype=torch.float64, device=self.device)
+        # What the host knows by itself travels without the device, which the answer would have to wait for.
+        self.on_device = _Message(comm, shared, length, self.device)
+        host = torch.device("cpu")
+        self.on_host = self.on_device if self.device == host else _Message(comm, None, length, host)
+        self.said = self.on_device
+        self.unscaled = self.on_device.unscaled
         self.foresight = Foresight()
         self.early: list[_Target] = []  # sums that a backward pass has begun
         self.reported: dict[torch.nn.Parameter, tuple[EarlySums, int]] = {}  # gradients that fill buckets
         self.is_mixed = False  # a backward pass has collectives of its own
-        self.unread: list[tuple[Piece, torch.Tensor]] = []
+        self.unread: list[tuple[Piece, Callable[[], list[float]]]] = []  # the sums, and last whether a loss is doubtful
         self.losses: list[Agreed] = []  # of the step's backward passes
         self.kept: KeptBuffers | None = None
         self.buffers.begin_step()
@@ -405,7 +436,8 @@ class PiecewiseParallel(Parallel):
         loss = loss.reshape(())
         self._say(piece)
         self._write(_WEIGHT, 0.0 if keeps_pace else weight)
-        loss = self._left_out(loss)
+        is_left_out = (self.mine[_WEIGHT] == 0) & ~torch.isfinite(loss.detach())
+        loss = torch.where(is_left_out, 0.0, loss)
         detached = loss.detach()
         if factor is not None:
             detached = detached / factor
@@ -418,7 +450,7 @@ class PiecewiseParallel(Parallel):
             self._write(_WEIGHT, 0.0)
             self._write(_LOSS, 0.0)
         sums = self._sum()
-        self.unread.append((piece, sums))
+        self.unread.append((piece, self._to_read(sums, is_left_out)))
         # A GPU is not waited for: what its ranks have said is read before the update.
         if self.device.type == "cpu":
             self._read_all()
@@ -601,8 +633,9 @@ class PiecewiseParallel(Parallel):
         if self.is_closed:
             return
         self._say(piece)
-        self.unread.append((piece, self._sum()))
-        if self.device.type == "cpu":
+        sums = self._sum()
+        self.unread.append((piece, self._to_read(sums, sums.new_zeros(()))))
+        if sums.device.type == "cpu":
             self._read_all()
 
     def norm_of(self, target: int) -> torch.Tensor:
@@ -719,16 +752,10 @@ class PiecewiseParallel(Parallel):
             self.summed.pop(parameter, None)
             self.raw.add(parameter)
 
-    def _left_out(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss; 0 if it is not finite and has weight 0, as a mean over no labels is."""
-        is_left_out = (self.mine[_WEIGHT] == 0) & ~torch.isfinite(loss.detach())
-        self.is_doubtful |= is_left_out
-        return torch.where(is_left_out, 0.0, loss)
-
     def _check_left_out(self) -> None:
         if not self.is_doubtful:
             return
-        self.is_doubtful.zero_()
+        self.is_doubtful = False
         for parameter, name in self.names.items():
             gradient = local_gradient(parameter)
             if gradient is not None and not _values_of(gradient).isfinite().all():
@@ -767,12 +794,12 @@ class PiecewiseParallel(Parallel):
         wanted = [target for target in self.early if target in targets and target.early.is_begun]
         is_current = all(target.early.is_current() and not target.early.is_kept for target in wanted)
         self._write(_OTHERS, self.is_mixed or not is_current)
-        self._begin_sum()
+        self.said.begin()
         for target in self.early:  # in the order in which they began
             target.early.finish()
         sums = self._finish_sum()
         self._read_all()
-        agreed = self._read(piece, sums)
+        agreed = self._read(piece, sums.tolist())
         if agreed.has_others:
             self.foresight.was_wrong()
         return not agreed.has_others
@@ -864,7 +891,21 @@ class PiecewiseParallel(Parallel):
         """Return the place of one of this rank's numbers in the message."""
         return self.ranks_at + _PER_RANK * self.comms.step.rank + number
 
+    @property
+    def mine(self) -> torch.Tensor:
+        """Return this rank's message, to write into."""
+        return self.said.mine
+
+    @property
+    def reducers(self) -> list[Reducer]:
+        """Return what sums messages."""
+        messages = [self.on_device] if self.on_host is self.on_device else [self.on_device, self.on_host]
+        return [message.reducer for message in messages]
+
     def _say(self, piece: Piece) -> None:
+        # A loss is the device's, and so is the digest of what models are called with under `tensor`.
+        is_of_host = piece.call != BACKWARD and self.tensor is None
+        self.said = self.on_host if is_of_host else self.on_device
         self.mine.zero_()
         self._write(self._place(_CODE), piece.code)
         self._write(self._place(_CHECK), piece.check)
@@ -887,30 +928,36 @@ class PiecewiseParallel(Parallel):
         """
         sums = self._sum()
         self._read_all()
-        return self._read(piece, sums)
+        return self._read(piece, sums.tolist())
 
     def _sum(self) -> torch.Tensor:
         """Return the sum of all ranks' messages."""
-        self._begin_sum()
+        self.said.begin()
         return self._finish_sum()
 
-    def _begin_sum(self) -> None:
-        self.message.inboxes[self.message.turn].copy_(self.mine)
-        self.message.begin()
-
     def _finish_sum(self) -> torch.Tensor:
-        self.message.finish(self.unscaled)
-        return self.message.outbox.clone()
+        return self.said.finish()
+
+    def _to_read(self, sums: torch.Tensor, is_left_out: torch.Tensor) -> Callable[[], list[float]]:
+        """Return what reads these numbers once they are there; a device goes on meanwhile with what comes after."""
+        if sums.device.type == "cpu":
+            return lambda: [*sums.tolist(), float(is_left_out)]
+        copy = HostCopy(sums.numel() + 1, sums.dtype, sums.device)
+        numbers = torch.cat([sums, is_left_out.reshape(1)])
+        copy.begin(lambda: numbers)
+        return copy.read
 
     def _read_all(self) -> None:
         """Read the sums of the backward passes that have not been read."""
         unread = self.unread
         self.unread = []
-        for piece, sums in unread:
+        for piece, read in unread:
+            *sums, is_left_out = read()
+            self.is_doubtful |= is_left_out > 0
             self.losses.append(self._read(piece, sums))
 
-    def _read(self, piece: Piece, sums: torch.Tensor) -> Agreed:
-        weight, loss, stop, others, *rest = sums.tolist()
+    def _read(self, piece: Piece, sums: Sequence[float]) -> Agreed:
+        weight, loss, stop, others, *rest = sums
         ranks = rest[: _PER_RANK * self.comms.step.size]
         by_rank = [ranks[start : start + _PER_RANK] for start in range(0, len(ranks), _PER_RANK)]
         self._check_same(piece, by_rank)

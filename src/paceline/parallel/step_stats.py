@@ -1,6 +1,8 @@
 """The few numbers that every rank must agree on in each step, added up by one small all_reduce.
 
-It starts after the last forward pass and runs under the backward pass, so it costs no time of its own.
+It starts after the last forward pass and runs under the backward pass, so it costs no time of its own. On a GPU the
+host reads it before the update without waiting for the backward pass: all that the host decides by it (to stop at a
+loss that is not finite, before anything is changed) is known when the forward passes are done.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.comm.collectives import AxisComm
+from paceline.comm.host_copy import HostCopy
 from paceline.comm.reducer import exact_reducer
 from paceline.comm.shared_memory import SharedMemory
 
@@ -60,6 +63,7 @@ class StepStatsReducer:
         self.mine = torch.zeros(length, dtype=torch.float64, device=device)
         self.reducer = exact_reducer(comm, shared, length, torch.float64, device)
         self.unscaled = torch.ones((), dtype=torch.float64, device=device)
+        self.copy = None if device.type == "cpu" else HostCopy(length, torch.float64, device)
 
     def clear(self) -> None:
         """Begin a step with nothing."""
@@ -85,17 +89,27 @@ class StepStatsReducer:
             write_flags(self.mine[_FIRST_RANK + self.comm.size :], changed)
         self.reducer.inboxes[self.reducer.turn].copy_(self.mine)
         self.reducer.begin()
+        if self.copy is not None:
+            self.copy.begin(self._finished)
+
+    def _finished(self) -> torch.Tensor:
+        self.reducer.finish(self.unscaled)
+        return self.reducer.outbox
 
     def finish(self) -> torch.Tensor:
         """Wait for the others, once; return the scale that makes gradients of the sum those of the mean, a scalar."""
         if self.scale is None:
-            self.reducer.finish(self.unscaled)
+            if self.copy is None:
+                self.reducer.finish(self.unscaled)
+            else:
+                self.copy.hold_device()
             self.scale = self.reducer.outbox[_WEIGHT].reciprocal()
         return self.scale
 
     def read(self) -> StepStats:
         """Return the numbers, after `finish`."""
-        loss, weight, stop, *rest = self.reducer.outbox.tolist()
+        numbers = self.reducer.outbox.tolist() if self.copy is None else self.copy.read()
+        loss, weight, stop, *rest = numbers
         bad = rest[: self.comm.size]
         changed = rest[self.comm.size :]
         bad_ranks = [self.comm.peers[index] for index, count in enumerate(bad) if count]

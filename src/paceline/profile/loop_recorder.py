@@ -183,7 +183,7 @@ class AloneInPieces(PiecewiseParallel):
         if transport not in ("auto", "shared_memory") or not 1 < ranks <= MAX_RANKS:
             return 0
         # Two inboxes for each sum, filled in turn; every rank maps those of all ranks.
-        reducers: list[Reducer] = [self.message] if self.comms.step is self.comms.data else []
+        reducers: list[Reducer] = [self.on_device.reducer] if self.comms.step is self.comms.data else []
         if self.comms.step.axis == "replicate":
             reducers.append(self.stats.reducer)
         for target in self.targets:
@@ -193,7 +193,7 @@ class AloneInPieces(PiecewiseParallel):
         return sum(2 * each.outbox.nbytes for each in sums) * ranks
 
     def _reducers(self) -> list[Reducer]:
-        reducers: list[Reducer] = [self.message, self.stats.reducer]
+        reducers: list[Reducer] = [*self.reducers, self.stats.reducer]
         for target in self.targets:
             for bucket in target.replicate.buckets:
                 reducers += [bucket.reducer, _inner(bucket.reducer)]

@@ -11,7 +11,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -83,11 +83,13 @@ class How:
         device: "cpu", or "cuda": with the operations that a GPU would run.
         is_real: tensors have values, and memory.
         is_brief: of many micro-batches two are run.
+        place: where tensors say that they are; on the CPU for a GPU's step too, as `as_on_gpu` exchanges what runs.
     """
 
     device: str = "cpu"
     is_real: bool = False
     is_brief: bool = False
+    place: str = "cpu"
 
 
 class SimulatedStep:
@@ -108,7 +110,7 @@ class SimulatedStep:
         self.transport = plan.transport
         # Shared memory needs the other ranks; `shared_bytes` counts what it would take.
         self.plan = plan.without_shared_memory()
-        self.device = torch.device("cpu")  # also for a GPU's step: `as_on_gpu` exchanges what runs
+        self.device = torch.device(how.place)
         self.ledger = Ledger()
         register_fake()
         self.mode = None if how.is_real else FakeTensorMode(allow_non_fake_inputs=True)
@@ -117,6 +119,7 @@ class SimulatedStep:
         self.host = HostMemory(self.recorder) if has_host_memory else None
         place = RankPlace(rank, self.device)
         assembly = Assembly(workload, self.plan, place, lambda: open_data("data", workload.data), self.ledger)
+        assembly.loader = replace(assembly.loader, device=torch.device("cpu"))  # batches have values, which say shapes and paths
         self.mesh = assembly.mesh
         self.comms = assembly.comms
         placed = self._place_model(assembly)
@@ -169,13 +172,18 @@ class SimulatedStep:
         with self.fake():
             microbatches = self.batch.microbatches
             if self.mode is not None:
-                microbatches = [map_tensors(batch, self.mode.from_tensor) for batch in microbatches]
+                microbatches = [map_tensors(batch, self._as_placed) for batch in microbatches]
             for batch in microbatches:
                 self._note_batch(batch)
             count = round(len(microbatches) / self.times)
             longest = round(self.batch.longest / self.times)
             train_step(microbatches[:count], self.parallel, self.optimizer, (False, longest))
         self._name_what_stays()
+
+    def _as_placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor without values, on the step's device."""
+        assert self.mode is not None
+        return self.mode.from_tensor(tensor).to(self.device, non_blocking=True)
 
     def shared_bytes(self) -> int:
         """Return what this rank maps for the ranks of its host, where sums go through shared memory; else 0."""

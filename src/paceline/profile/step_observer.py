@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from paceline.comm.fully_shard import is_part
+from paceline.comm.host_copy import HostCopy
 from paceline.nouns.profile import GATHERED, GRADIENTS, OPTIMIZER
 from paceline.parallel.observer import StepObserver
 from paceline.parallel.optimizer_parts import state_of
@@ -74,6 +75,10 @@ class AbsentPeers(PeerValues):
     def has_overflown(self, flag: torch.Tensor) -> bool:
         """Return False: the gradients have no values."""
         return False
+
+    def norm(self, copy: HostCopy) -> float:
+        """Return a finite norm."""
+        return 1.0
 
     def unused(self, usage: GradUsage) -> list[str]:
         """Send what `GradUsage.find_unused` sends, and return this rank's own answer."""

@@ -64,7 +64,9 @@ def parallelize_model(
         # A factory need not draw from the seed here: rank 0's values are sent to all.
         broadcast_state([*model.parameters(), *model.buffers()], comms.data)
     else:
-        with fake():
+        # Made there, as tensors without values can't be moved.
+        place = contextlib.nullcontext() if device.type == "cpu" else device
+        with fake(), place:
             model = prepare.make_model_without_values(workload)
     notices = recompute_and_compile(model, plan)
     placed = EagerAdapter(model, context, _statistics(workload, model, comms), example)

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from paceline.comm.host_copy import HostCopy
 from paceline.comm.step_times import OPTIMIZER, Timed
 from paceline.nouns.errors import LossError
 from paceline.parallel.apply import Parallel
+from paceline.parallel.guarded_update import can_leave_out, left_out_if
 from paceline.parallel.norm import scale_gradients
 from paceline.parallel.observer import REDUCE, UPDATE
 from paceline.parallel.step_stats import StepStats
@@ -72,10 +74,15 @@ def train_step(
             parallel.change_gradients(updated)
         norm = parallel.norm
         # After the sum over all ranks: the norm of a rank's own gradient is another.
-        if parallel.clip_norm is not None:
-            norm = clip(parallel, parallel.clip_norm)
+        clipped = None if parallel.clip_norm is None else clip(parallel, parallel.clip_norm)
+        is_guarded = clipped is not None and can_leave_out(optimizer, parallel.device)
+        if clipped is not None and not is_guarded:
+            norm = finite_norm(clipped)
         observer.phase_begins(UPDATE)
-        parallel.update(optimizer)
+        if clipped is not None and is_guarded:
+            norm = _update_if_finite(parallel, optimizer, clipped)
+        else:
+            parallel.update(optimizer)
     observer.parameters_updated(updated, optimizer)
     return StepResult(stats, norm)
 
@@ -99,21 +106,32 @@ def check_finite(stats: StepStats) -> None:
         )
 
 
-def clip(parallel: Parallel, clip_norm: float) -> float:
+def clip(parallel: Parallel, clip_norm: float) -> torch.Tensor:
     """Scale all gradients so that their norm, over all parameters together, is at most `clip_norm`.
 
     Returns:
-        The norm before clipping, the same on every rank.
-
-    Raises:
-        LossError: the norm is not finite.
+        The norm before clipping, one number, the same on every rank. Where it is not finite, gradients stay as they
+        are.
     """
     norm = parallel.gradient_norm()
-    read = finite_norm(norm)
     # The factor is that of torch's clip_grad_norm_, with its 1e-6.
     factor = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = torch.where(torch.isfinite(norm), factor, 1.0)
     scale_gradients(parallel.placed.updated().values(), factor)
-    return read
+    return norm
+
+
+def _update_if_finite(parallel: Parallel, optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> float:
+    """Give the device an update that it leaves out where the norm is not finite, and then read the norm.
+
+    Raises:
+        LossError: it is not finite.
+    """
+    copy = HostCopy(1, norm.dtype, parallel.device)
+    copy.begin(lambda: norm.reshape(1))
+    with left_out_if(optimizer, ~torch.isfinite(norm)):
+        parallel.update(optimizer)
+    return _checked_norm(parallel.peer_values.norm(copy))
 
 
 def finite_norm(norm: torch.Tensor) -> float:
@@ -122,7 +140,10 @@ def finite_norm(norm: torch.Tensor) -> float:
     Raises:
         LossError: it is not finite.
     """
-    read = float(norm)
+    return _checked_norm(float(norm))
+
+
+def _checked_norm(read: float) -> float:
     if not math.isfinite(read):
         raise LossError(
             "the gradient's norm should be a finite number",

@@ -51,4 +51,6 @@ def add_tied_gradients(
             total += gradient
         for pending in sending:
             pending.wait()
-        parameter.grad = total[:-1].view_as(parameter) if float(total[-1]) else None
+        # Where this rank has one, nothing is read, for which the host would wait.
+        has_gradient = parameter.grad is not None or float(total[-1]) > 0
+        parameter.grad = total[:-1].view_as(parameter) if has_gradient else None

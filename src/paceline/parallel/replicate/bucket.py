@@ -92,8 +92,13 @@ class Bucket:
 
     def install(self) -> None:
         """Make the sum, which has arrived, the parameters' gradients."""
-        # The flags are summed and scaled like the gradients, so only zero or not has a meaning.
-        ranks_with_gradient = self.reducer.outbox[self.flags :].tolist()
+        # Of what this rank has a gradient for, some rank has one: where that is all, nothing is read, for which the
+        # host would wait.
+        if len(self.filled) == len(self.parameters):
+            ranks_with_gradient = [1.0] * len(self.parameters)
+        else:
+            # The flags are summed and scaled like the gradients, so only zero or not has a meaning.
+            ranks_with_gradient = self.reducer.outbox[self.flags :].tolist()
         for parameter, result, ranks in zip(self.parameters, self.results, ranks_with_gradient, strict=True):
             set_local_gradient(parameter, result if ranks else None)
 

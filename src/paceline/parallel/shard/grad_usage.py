@@ -26,17 +26,13 @@ class GradUsage:
         whole: those that every rank holds.
         comm: the axis to ask.
         collective_order: the messages sent so far.
-        device: where the model is.
     """
 
-    def __init__(
-        self, names: list[str], whole: set[str], comm: AxisComm, collective_order: CollectiveOrder, device: torch.device
-    ) -> None:
+    def __init__(self, names: list[str], whole: set[str], comm: AxisComm, collective_order: CollectiveOrder) -> None:
         self.used = dict.fromkeys(names, False)
         self.whole = whole
         self.comm = comm
         self.collective_order = collective_order
-        self.device = device
         self.is_counting = True  # not in a micro-batch that is there only to keep step with other ranks
         self.watched: dict[str, nn.Parameter] = {}
 
@@ -67,7 +63,7 @@ class GradUsage:
         gathered = [parameter for name, parameter in self.watched.items() if name not in self.whole]
         flags[len(self.used)] = any(parameter.grad is not None for parameter in gathered)
         flags[len(self.used) + 1 + self.comm.rank] = self.collective_order.crc
-        flags = flags.to(self.device)
+        # On the host: it is known there, and a device's answer would have to be waited for.
         self.comm.all_reduce(flags)
         ranks, late, orders = flags.split([len(self.used), 1, self.comm.size])
         if len(set(orders.tolist())) > 1:

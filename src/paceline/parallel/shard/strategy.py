@@ -96,7 +96,7 @@ class Shard:
             check_can_split(model, plan)
             self.groups = self._split()
         collective_order = self.groups.collective_order if self.groups else CollectiveOrder(comm)
-        self.grad_usage = GradUsage(self.trained, self.whole, comm, collective_order, device)
+        self.grad_usage = GradUsage(self.trained, self.whole, comm, collective_order)
         self.parameters = dict(model.named_parameters())  # anew: `fully_shard` puts DTensors in their places
         self.observer = StepObserver()
         self.peer_values = PeerValues()

@@ -103,7 +103,9 @@ class FlatShard:
                 both[0] = scalar.grad
                 both[1] = 1
             self.comm.all_reduce(both)
-            scalar.grad = both[0] if float(both[1]) else None
+            # Where this rank has one, nothing is read, for which the host would wait.
+            has_gradient = scalar.grad is not None or float(both[1]) > 0
+            scalar.grad = both[0] if has_gradient else None
 
     def release(self) -> None:
         """Let the whole parameters go, after a step or an evaluation."""

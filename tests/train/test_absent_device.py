@@ -1,0 +1,233 @@
+"""A steady step gives a device its work and waits for nothing: on fake tensors of a device that is not there.
+
+Every strategy's own step runs. What the host would have to wait for is counted by what it is, and each kind is seeded
+once, to see that it is counted.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext, suppress
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
+
+import paceline
+from paceline.nouns.mesh import Mesh
+from paceline.nouns.plan import Plan
+from paceline.parallel.apply import strategy_of
+from paceline.profile import simulate
+from paceline.profile.step_observer import AbsentPeers
+from paceline.train import step as step_module
+
+from support import absent_device, attention_models, expert_models
+from support.ranks import preload, run_ranks
+
+preload("paceline.profile.simulate", "torch.utils.backend_registration", "transformers.models.bert.modeling_bert")
+COPY = "numbers are copied to the host"
+READ = "a number is read"
+SYNC = "a copy is waited for"
+# What the host may do: copy the numbers that all ranks agree on, and exchange what never was on a device.
+ALLOWED = {COPY: 1}
+PLANS = {
+    "replicate=1": {},
+    "replicate=2": {},
+    "replicate=2,compression=bf16": {},
+    "shard=2,zero=1": {"allreduce on the host": 1},
+    "shard=2,zero=2": {"allreduce on the host": 1},
+    "shard=2": {"allreduce on the host": 1},
+    "replicate=2,shard=2": {"allreduce on the host": 1},
+    "tensor=2": {},
+    "tensor=2,sequence=on": {},
+    "pipeline=2,micro_batches=2": {},
+    "pipeline=2,micro_batches=2,schedule=interleaved": {},
+    "replicate=2,tensor=2,pipeline=2,micro_batches=2": {},
+    "shard=2,tensor=2": {"allreduce on the host": 1},
+}
+
+
+def loss(model, batch):
+    return model(batch).square().sum(), batch.shape[0]
+
+
+def model():
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU()) for _ in range(4)]
+    return nn.Sequential(*blocks, nn.Linear(64, 64))
+
+
+def workload(**parts):
+    return paceline.Workload(
+        **{
+            "model": model,
+            "loss": loss,
+            "optimizer": lambda model: torch.optim.AdamW(model.parameters()),
+            "data": list(torch.zeros(16, 64)),
+            "batch_size": 8,
+            **parts,
+        }
+    )
+
+
+class Step(simulate.SimulatedStep):
+    """A step that is watched from inside: what answers where tensors have no values comes after the watch."""
+
+    watch = nullcontext
+
+    @contextmanager
+    def fake(self):
+        with super().fake(), self.watch():
+            yield
+
+
+class Peers(AbsentPeers):
+    """Counts what the host would wait for where it asks for numbers that nobody has here."""
+
+    def has_overflown(self, flag):
+        absent_device.SEEN[READ] += 1
+        return False
+
+
+def seen(rank, make, line, warm_up=1, seed=None):
+    absent_device.set_up()
+    plan = Plan.parse(line)
+    _, size = strategy_of(plan).comm_mesh(Mesh.parse(plan.mesh), 0)
+    with simulate._world(plan, 0):
+        step = Step(make(), plan, 0, simulate.How(place=absent_device.NAME))
+        step.parallel.read_by(Peers(step.comms.step.size, sums_on_cpu=False))
+        for _ in range(warm_up):
+            step.step()
+        if seed is not None:
+            plant(seed)
+        absent_device.SEEN.clear()
+        step.watch = absent_device.Watch
+        step.step()
+        found = dict(absent_device.SEEN)
+    return {what: count for what, count in found.items() if "on the device" not in what}
+
+
+@pytest.mark.parametrize("line", PLANS)
+def test_a_steady_step_waits_for_nothing(line):
+    (found,) = run_ranks(1, seen, workload, line)
+    assert found == {**ALLOWED, **PLANS[line]}
+
+
+def cut():
+    return workload(micro_batch_size=2)
+
+
+def clipped():
+    return workload(clip_norm=1.0)
+
+
+def clipped_by_fused():
+    return workload(clip_norm=1.0, optimizer=lambda model: torch.optim.AdamW(model.parameters(), fused=True))
+
+
+def attention():
+    return attention_models.workload("absolute", clip_norm=None)
+
+
+def experts():
+    return expert_models.workload("mixture", clip_norm=None)
+
+
+@pytest.mark.parametrize(
+    ("make", "line", "waits"),
+    [
+        (cut, "replicate=2", {}),
+        (cut, "shard=2", {"allreduce on the host": 1}),
+        (attention, "context=2", {}),
+        (attention, "context=2,tensor=2", {}),
+        # How many rows come from each rank: a message's sizes are the host's.
+        (experts, "expert=2", {SYNC: 2}),
+        # Adam and AdamW with fused=True leave an update out by themselves: the norm is copied while they work.
+        (clipped_by_fused, "replicate=2", {COPY: 2}),
+        (clipped_by_fused, "shard=2", {COPY: 2, "allreduce on the host": 1}),
+        # Of others the host has to know before whether it is finite.
+        (clipped, "replicate=2", {READ: 1}),
+        (clipped, "tensor=2", {READ: 1}),
+    ],
+)
+def test_what_other_steps_wait_for(make, line, waits):
+    (found,) = run_ranks(1, seen, make, line)
+    assert found == {**ALLOWED, **waits}
+
+
+def partly_used():
+    class Partly(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.used(x)
+
+    return workload(model=Partly)
+
+
+def test_where_this_rank_has_no_gradient_the_others_are_asked():
+    (found,) = run_ranks(1, seen, partly_used, "replicate=2")
+    assert found[READ] >= 1
+
+
+def _read(tensor):
+    float(tensor)
+
+
+def _copy_back(tensor):
+    tensor.cpu()
+
+
+def _copy_there(tensor):
+    torch.zeros(3).to(tensor.device)
+
+
+def _compare(tensor):
+    torch.equal(tensor, tensor)
+
+
+def _select(tensor):
+    with suppress(DynamicOutputShapeException):
+        tensor.new_ones(4).nonzero()
+
+
+def _gather_on_host(tensor):
+    torch.distributed.all_reduce(torch.zeros(1))
+
+
+def _wait_for_stream(tensor):
+    torch.get_device_module(tensor.device).current_stream().synchronize()
+
+
+def _wait_for_device(tensor):
+    torch.get_device_module(tensor.device).synchronize()
+
+
+SEEDS = {
+    "read": (_read, {READ: 1}),
+    "copy back": (_copy_back, {SYNC: 1}),
+    "copy there": (_copy_there, {SYNC: 1}),
+    "compare": (_compare, {"tensors are compared": 1}),
+    "select": (_select, {"a shape depends on values": 1}),
+    "gather": (_gather_on_host, {"allreduce on the host": 1}),
+    "stream": (_wait_for_stream, {"a stream is waited for": 1}),
+    "device": (_wait_for_device, {"the device is waited for": 1}),
+}
+
+
+def plant(seed):
+    wait = SEEDS[seed][0]
+    before = step_module.check_finite
+
+    def check_finite(stats):
+        wait(torch.zeros((), device=absent_device.NAME))
+        before(stats)
+
+    step_module.check_finite = check_finite
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_wait_is_seen(seed):
+    (found,) = run_ranks(1, seen, workload, "replicate=2", 1, seed)
+    assert found == {**ALLOWED, **SEEDS[seed][1]}
