@@ -6,19 +6,29 @@ once, to see that it is counted.
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager, nullcontext, suppress
 
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DynamicOutputShapeException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 
 import paceline
-from paceline.nouns.mesh import Mesh
+from paceline.comm import api, process_group
+from paceline.comm.fake_process_group import fake_world
+from paceline.comm.host_copy import HostCopy
 from paceline.nouns.plan import Plan
-from paceline.parallel.apply import strategy_of
+from paceline.parallel import pieces
+from paceline.parallel.replicate.early import EarlySums
 from paceline.profile import simulate
 from paceline.profile.step_observer import AbsentPeers
+from paceline.train import loop_job
 from paceline.train import step as step_module
 
 from support import absent_device, attention_models, expert_models
@@ -91,7 +101,6 @@ class Peers(AbsentPeers):
 def seen(rank, make, line, warm_up=1, seed=None):
     absent_device.set_up()
     plan = Plan.parse(line)
-    _, size = strategy_of(plan).comm_mesh(Mesh.parse(plan.mesh), 0)
     with simulate._world(plan, 0):
         step = Step(make(), plan, 0, simulate.How(place=absent_device.NAME))
         step.parallel.read_by(Peers(step.comms.step.size, sums_on_cpu=False))
@@ -231,3 +240,45 @@ def plant(seed):
 def test_a_wait_is_seen(seed):
     (found,) = run_ranks(1, seen, workload, "replicate=2", 1, seed)
     assert found == {**ALLOWED, **SEEDS[seed][1]}
+
+
+def seen_in_loop(rank, size, clips):
+    """What a steady step of a loop of one's own waits for; the ranks' numbers, which nobody has here, are all well."""
+    absent_device.set_up()
+    device = torch.device(absent_device.NAME, 0)
+    process_group.RankInfo.device = property(lambda info: device)
+    HostCopy.read = lambda copy: [0.0] * copy.numbers.numel()
+    pieces.PiecewiseParallel._read = lambda parallel, piece, sums: pieces.Agreed(1.0, 1.0, False, False, [])
+    FakeTensor.tolist = lambda tensor: tensor.device.type == "cpu" or absent_device.SEEN.update([READ])
+    # Whether gradients are those that were sent is asked of their values, since a loop may write through `.data`.
+    EarlySums.is_current = lambda sums: absent_device.SEEN.update([READ]) is None
+    loop_job._COMPARED_STEPS = 0  # in the first steps, and at checkpoints, parameters are compared
+    loop_job._check_loss = lambda loss: None  # it takes what has no values for a graph's
+    nn.Module.to = lambda module, *arguments: module
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake_world(0, size), mode:
+        os.environ.update(PACELINE_WORLD_SIZE=str(size), PACELINE_LOCAL_SIZE=str(size))
+        api.init()
+        with device:
+            net = model()
+        job, net, optimizer = paceline.prepare(net, torch.optim.AdamW(net.parameters()))
+        for number in range(4):
+            batch = torch.zeros(8, 64, device=device)
+            with absent_device.Watch() if number == 3 else nullcontext():
+                absent_device.SEEN.clear()
+                optimizer.zero_grad()
+                job.backward(net(batch).square().mean(), weight=8)
+                if clips:
+                    with suppress(DataDependentOutputException):
+                        job.clip(1.0)
+                optimizer.step()
+    return {what: count for what, count in absent_device.SEEN.items() if "on the device" not in what}
+
+
+@pytest.mark.parametrize(
+    ("size", "clips", "waits"),
+    [(1, False, {}), (1, True, {READ: 1}), (2, False, {READ: 1, "allreduce on the host": 2})],
+)
+def test_what_a_loop_of_its_own_waits_for(size, clips, waits):
+    (found,) = run_ranks(1, seen_in_loop, size, clips)
+    assert found == {**ALLOWED, **waits}
