@@ -1,4 +1,4 @@
-"""Train a GPT-2 on one GPU with Paceline and with what else there is, in turn, and print what each step takes.
+"""Train a GPT-2 or a Llama on one GPU with Paceline and with what else there is, in turn; print what each step takes.
 
 Measured of each: the time of a step, the share of the GPU's arithmetic that the model's uses (MFU), the largest memory
 that torch's allocator handed out, and how often in a step the host waits for the device. All compute the same steps:
@@ -6,6 +6,7 @@ the losses of the last one are printed. First the steps of a small model on the 
 in float64.
 
     python benchmarks/gpu/run.py --json result.json      # two minutes on an H100
+    python benchmarks/gpu/run.py --size llama --clip --fused --only "raw torch" "Paceline, Workload"
     python benchmarks/gpu/run.py --device cpu --tiny     # that the script works
 
 It needs transformers, accelerate and lightning: `pip install "paceline[bench]"`.
@@ -38,12 +39,19 @@ from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 
 PEAK_FLOPS = {"H100 80GB HBM3": 989e12, "H200": 989e12, "A100": 312e12}  # dense bf16, of the vendor's data sheets
+# Layers, width, heads, words, tokens of a sample, samples of a step, a Llama's inner width.
+SIZES = {
+    "tiny": (2, 64, 4, 256, 32, 4, 0),
+    "small": (12, 256, 4, 8192, 256, 8, 0),  # the host takes longer for a step than the device
+    "gpt2": (12, 768, 12, 50257, 1024, 16, 0),  # 124 million parameters
+    "llama": (16, 2048, 32, 32000, 1024, 8, 8192),  # 1.1 billion
+}
 WARM_UP = 5  # steps before the timed ones
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained: sizes of a GPT-2, tokens of a sample, samples of a step, steps of a turn."""
+    """What is trained: a model's sizes, tokens of a sample, samples of a step, steps of a turn, and how."""
 
     layers: int
     width: int
@@ -53,12 +61,23 @@ class Task:
     batch: int
     steps: int
     device: torch.device
+    inner: int = 0  # of a Llama's feed-forward layers; 0 for a GPT-2
+    clip: float = 0.0  # the largest norm of the gradient; 0: any
+    fused: bool = False
 
     def model(self) -> Any:
-        """Return the model, made from the same random numbers each time, on the CPU."""
-        from transformers import GPT2Config, GPT2LMHeadModel
+        """Return the model, made from the same random numbers each time; a large one on its device, as that is fast."""
+        from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
         torch.manual_seed(0)
+        if self.inner:
+            llama = LlamaConfig(
+                vocab_size=self.words, hidden_size=self.width, intermediate_size=self.inner, use_cache=False,
+                num_hidden_layers=self.layers, num_attention_heads=self.heads, num_key_value_heads=self.heads // 4,
+                max_position_embeddings=self.length, attn_implementation="sdpa",
+            )  # fmt: skip
+            with self.device:
+                return LlamaForCausalLM(llama)
         sizes = {"n_layer": self.layers, "n_embd": self.width, "n_head": self.heads, "n_positions": self.length}
         none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         config = GPT2Config(vocab_size=self.words, use_cache=False, bos_token_id=1, eos_token_id=1, **sizes, **none)
@@ -76,9 +95,16 @@ class Task:
     @property
     def step_flops(self) -> float:
         """Return what forward and backward passes of a step compute (Chowdhery et al. 2022, PaLM, appendix B)."""
-        parameters = 12 * self.layers * self.width**2 + self.words * self.width
+        layer = 12 * self.width**2
+        if self.inner:  # a quarter as many heads of keys and values, and three matrices in the feed-forward part
+            layer = 2.5 * self.width**2 + 3 * self.width * self.inner
+        parameters = self.layers * layer + self.words * self.width
         per_token = 6 * parameters + 12 * self.layers * self.width * self.length
         return float(per_token * self.batch * self.length)
+
+    def optimizer(self, model: Any) -> torch.optim.Optimizer:
+        """Return the optimizer of all contestants."""
+        return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=self.fused or None)
 
 
 class Clock:
@@ -145,11 +171,6 @@ def loss_sum(model: Any, ids: Any) -> Any:
     return F.cross_entropy(scores[:, :-1].flatten(0, 1).float(), labels.flatten(), reduction="sum"), labels.numel()
 
 
-def optimizer_of(model: Any) -> torch.optim.Optimizer:
-    """Return the optimizer of all contestants."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-4)
-
-
 def mean_loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """Return the mean loss."""
     total, count = loss_sum(model, ids)
@@ -159,7 +180,7 @@ def mean_loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
 def raw_torch(task: Task, clock: Clock, wrap: Callable[[Any], Any]) -> float:
     """Train by a loop of plain torch."""
     model = wrap(task.model().to(task.device))
-    optimizer = optimizer_of(model)
+    optimizer = task.optimizer(model)
     loss = torch.zeros(())
     for batch in task.loader():
         ids = batch.to(task.device, non_blocking=True)
@@ -167,6 +188,8 @@ def raw_torch(task: Task, clock: Clock, wrap: Callable[[Any], Any]) -> float:
         with torch.autocast(task.device.type, torch.bfloat16):
             loss = mean_loss(model, ids)
         loss.backward()
+        if task.clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), task.clip)
         optimizer.step()
         clock.tick()
     return float(loss.detach())
@@ -175,8 +198,8 @@ def raw_torch(task: Task, clock: Clock, wrap: Callable[[Any], Any]) -> float:
 def paceline_job(task: Task, clock: Clock, wrap: Callable[[Any], Any]) -> float:
     """Train a Workload."""
     workload = paceline.Workload(
-        model=lambda: wrap(task.model()), loss=loss_sum, optimizer=optimizer_of, data=None, precision="bf16",
-        steps=task.steps, epochs=1,
+        model=lambda: wrap(task.model()), loss=loss_sum, optimizer=task.optimizer, data=None, precision="bf16",
+        steps=task.steps, epochs=1, clip_norm=task.clip or None,
     )  # fmt: skip
     job = Job(workload, Plan())
     mean = 0.0
@@ -190,13 +213,15 @@ def paceline_job(task: Task, clock: Clock, wrap: Callable[[Any], Any]) -> float:
 def paceline_loop(task: Task, clock: Clock, wrap: Callable[[Any], Any]) -> float:
     """Train by a loop of one's own."""
     model = wrap(task.model())
-    job, model, optimizer, loader = paceline.prepare(model, optimizer_of(model), task.loader())
+    job, model, optimizer, loader = paceline.prepare(model, task.optimizer(model), task.loader())
     loss = torch.zeros(())
     for batch in loader:
         optimizer.zero_grad()
         with torch.autocast(task.device.type, torch.bfloat16):
             loss = mean_loss(model, batch)
         job.backward(loss)
+        if task.clip:
+            job.clip(task.clip)
         optimizer.step()
         clock.tick()
     job.close()
@@ -209,12 +234,14 @@ def accelerate(task: Task, clock: Clock, wrap: Callable[[Any], Any]) -> float:
 
     accelerator = Accelerator(mixed_precision="bf16", cpu=task.device.type == "cpu")
     made = wrap(task.model())
-    model, optimizer, loader = accelerator.prepare(made, optimizer_of(made), task.loader())
+    model, optimizer, loader = accelerator.prepare(made, task.optimizer(made), task.loader())
     loss = torch.zeros(())
     for batch in loader:
         optimizer.zero_grad()
         loss = mean_loss(model, batch)
         accelerator.backward(loss)
+        if task.clip:
+            accelerator.clip_grad_norm_(model.parameters(), task.clip)
         optimizer.step()
         clock.tick()
     accelerator.free_memory()
@@ -227,13 +254,15 @@ def fabric(task: Task, clock: Clock, wrap: Callable[[Any], Any]) -> float:
 
     made = Fabric(accelerator=task.device.type, devices=1, precision="bf16-mixed")
     plain = wrap(task.model())
-    model, optimizer = made.setup(plain, optimizer_of(plain))
+    model, optimizer = made.setup(plain, task.optimizer(plain))
     loader = made.setup_dataloaders(task.loader())
     loss = torch.zeros(())
     for batch in loader:
         optimizer.zero_grad()
         loss = mean_loss(model, batch)
         made.backward(loss)
+        if task.clip:
+            made.clip_gradients(model, optimizer, max_norm=task.clip)
         optimizer.step()
         clock.tick()
     return float(loss.detach())
@@ -298,8 +327,8 @@ def same_as_cpu(device: torch.device) -> list[dict[str, Any]]:
         losses = []
         for where in (device, torch.device("cpu")):
             workload = paceline.Workload(
-                model=small.model, loss=_wide_loss, optimizer=optimizer_of, data=small.data(), batch_size=small.batch,
-                precision="float64", epochs=1, **parts,
+                model=small.model, loss=_wide_loss, optimizer=small.optimizer, data=small.data(),
+                batch_size=small.batch, precision="float64", epochs=1, **parts,
             )  # fmt: skip
             with _ranks_on(where):
                 job = Job(workload, plan)
@@ -348,7 +377,10 @@ def main() -> int:
     """Run all; print tables; exit with 1 where something is not equal or failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a model of two layers")
+    parser.add_argument("--size", choices=SIZES, default="gpt2", help="of the model (default gpt2, of 124 million)")
+    parser.add_argument("--tiny", action="store_true", help="the same as --size tiny")
+    parser.add_argument("--clip", action="store_true", help="clip the gradient's norm to 1")
+    parser.add_argument("--fused", action="store_true", help="AdamW with fused=True")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each; on a GPU the last one counts waits")
     parser.add_argument("--steps", type=int, default=25, help="of each turn")
     parser.add_argument("--compile", action="store_true", help="also with torch.compile in each contestant")
@@ -360,13 +392,14 @@ def main() -> int:
     if arguments.rounds < 2 or arguments.steps < WARM_UP + 2:
         parser.error(f"needs at least 2 rounds of {WARM_UP + 2} steps")
     device = torch.device(arguments.device, 0) if arguments.device == "cuda" else torch.device("cpu")
-    sizes = (2, 64, 4, 256, 32, 4) if arguments.tiny else (12, 768, 12, 50257, 1024, 16)
-    task = Task(*sizes, arguments.steps, device)
+    size = "tiny" if arguments.tiny else arguments.size
+    *sizes, inner = SIZES[size]
+    task = Task(*sizes, arguments.steps, device, inner, 1.0 if arguments.clip else 0.0, arguments.fused)
     api.init()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
     result: dict[str, Any] = {"device": name, "torch": torch.__version__, "task": {**vars(task), "device": str(device)}}
-    print(f"{name}, torch {torch.__version__}: GPT-2, bf16, {task.batch} x {task.length} tokens", flush=True)
+    print(f"{name}, torch {torch.__version__}: {size}, bf16, {task.batch} x {task.length} tokens", flush=True)
     result["same_as_cpu"] = same_as_cpu(device)
     for row in result["same_as_cpu"]:
         differs = f"differs from the CPU by {row['largest_difference']:.1e} in {row['steps']} steps"
