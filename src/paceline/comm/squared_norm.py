@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 _ROW = 4096  # elements whose squares float32 adds up without losing the small ones
@@ -17,7 +19,23 @@ def square_norm(values: torch.Tensor) -> torch.Tensor:
     boundary = flat.numel() // _ROW * _ROW  # the end of the last full row
     dtype = torch.promote_types(values.dtype, torch.float32)
     # Norms of rows in float32, of at most 4096 elements each; their squares are added up in float64.
-    rows = torch.linalg.vector_norm(flat[:boundary].view(-1, _ROW), dim=1, dtype=dtype).double()
-    rest: torch.Tensor = torch.linalg.vector_norm(flat[boundary:], dtype=dtype).double()
-    total: torch.Tensor = rows.square().sum() + rest.square()
-    return total
+    rest: torch.Tensor = torch.linalg.vector_norm(flat[boundary:], dtype=dtype).double().square()
+    if not boundary:
+        return rest
+    rows: torch.Tensor = torch.linalg.vector_norm(flat[:boundary].view(-1, _ROW), dim=1, dtype=dtype).double()
+    return rows.square().sum() + rest
+
+
+def square_norm_of(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the squared norm of tensors on one GPU together, in float64, by a few kernels for all of them.
+
+    A kernel for each takes the host longer than the GPU: 6 ms for the 148 tensors of a GPT-2. Its kernels add up blocks
+    of 65,536 elements, so float32 is exact enough there.
+    """
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in values:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    norms: list[torch.Tensor] = []
+    for dtype, alike in by_dtype.items():
+        norms += torch._foreach_norm(alike, 2, dtype=torch.promote_types(dtype, torch.float32))
+    return torch.stack([norm.double() for norm in norms]).square().sum()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from paceline.comm.collectives import AxisComm
-from paceline.comm.squared_norm import square_norm
+from paceline.comm.squared_norm import square_norm, square_norm_of
 from paceline.parallel.replicate.bucket import local_gradient
 
 
@@ -26,12 +26,18 @@ def global_norm(
     parameters = list(parameters)
     device = next((parameter.device for parameter in parameters if not parameter.is_meta), torch.device("cpu"))
     total = torch.zeros((), dtype=torch.float64, device=device)
+    together: dict[torch.device, list[torch.Tensor]] = {}
     for parameter in parameters:
         gradient = local_gradient(parameter)
         if gradient is None or not counted.get(parameter, True):
             continue
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
-        total = total.to(values.device) + square_norm(values)
+        if values.device.type == "cpu":
+            total = total.to(values.device) + square_norm(values)
+        elif values.numel():
+            together.setdefault(values.device, []).append(values)
+    for of_device in together.values():
+        total = total.to(device) + square_norm_of(of_device).to(device)
     # Squares add up over axes one after another: each part is counted by one rank only.
     for comm in comms:
         total = total.reshape(1)

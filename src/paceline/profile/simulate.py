@@ -119,7 +119,8 @@ class SimulatedStep:
         self.host = HostMemory(self.recorder) if has_host_memory else None
         place = RankPlace(rank, self.device)
         assembly = Assembly(workload, self.plan, place, lambda: open_data("data", workload.data), self.ledger)
-        assembly.loader = replace(assembly.loader, device=torch.device("cpu"))  # batches have values, which say shapes and paths
+        # Batches have values, which say shapes and paths; `step` brings them where the model is.
+        assembly.loader = replace(assembly.loader, device=torch.device("cpu"))
         self.mesh = assembly.mesh
         self.comms = assembly.comms
         placed = self._place_model(assembly)
