@@ -19,7 +19,8 @@ from paceline.train.events import VERSION
 
 from support.jobs import LOOP, STEPS, events, paceline, send, start, wait_for, write_workload
 
-PAGE = (Path(__file__).parents[2] / "docs" / "events.md").read_text()
+PAGE_FILE = Path(__file__).parents[2] / "docs" / "events.md"
+PAGE = PAGE_FILE.read_text()
 CHECKS = {
     "integer": lambda value: type(value) is int,
     "number": lambda value: type(value) in (int, float),
@@ -211,11 +212,20 @@ def logged(folder):
     assert ended.code == 0, ended.err
 
 
+def experts(folder):
+    """A mixture of experts: the example of docs/experts.md, for more steps."""
+    text = (PAGE_FILE.parent / "experts.md").read_text()
+    example = re.search(r"<!-- test: mixture.py -->\n```python\n(.*?)```", text, re.DOTALL)[1]
+    (folder / "mixture.py").write_text(example.replace("steps=4", "steps=20"))
+    ended = paceline(folder, "run", "--job", "a", "--plan", "expert=2", "mixture.py")
+    assert ended.code == 0, ended.err
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """The events of all these jobs."""
     found = []
-    for job in (plain, stopped_and_resumed, without_room, without_store, servers, logged):
+    for job in (plain, stopped_and_resumed, without_room, without_store, servers, logged, experts):
         folder = tmp_path_factory.mktemp(job.__name__)
         job(folder)
         found += map(json.loads, (folder / "runs" / "a" / "events.jsonl").read_text().splitlines())

@@ -11,8 +11,9 @@ don't. On fake tensors, which have no counts, each rank gets as many rows as it 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,15 +26,51 @@ from paceline.nouns.shard_spec import chunk_range
 Counts = Sequence[Sequence[int]]  # rows by rank and expert
 
 
+class ExpertLoads:
+    """How many rows of this rank's tokens have gone to each expert, by layer, while it counts.
+
+    Where activations are recomputed rows are counted twice, all of them: only their shares have a meaning.
+    """
+
+    def __init__(self) -> None:
+        self.is_counting = False
+        self.rows: dict[tuple[str, str], torch.Tensor] = {}  # by layer and kind of device
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count inside."""
+        self.is_counting = True
+        try:
+            yield
+        finally:
+            self.is_counting = False
+
+    def note(self, layer: str, rows: torch.Tensor) -> None:
+        """Add rows, (experts,)."""
+        if self.is_counting:
+            key = layer, rows.device.type
+            self.rows[key] = self.rows[key] + rows if key in self.rows else rows.clone()
+
+    def take(self, layer: str, experts: int) -> torch.Tensor:
+        """Return the rows of a layer, (experts,) on the CPU, and count from 0 again."""
+        total = torch.zeros(experts, dtype=torch.int64)
+        for key in [key for key in self.rows if key[0] == layer]:
+            total += self.rows.pop(key).cpu()
+        return total
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertExchanges(SequenceExchanges):
     """The exchanges of the `expert` axis, whose gradients are partial; those of an expert's own weights are whole."""
 
-    def count_rows(self, ends: torch.Tensor) -> torch.Tensor:
+    loads: ExpertLoads = field(default_factory=ExpertLoads, compare=False)
+
+    def count_rows(self, ends: torch.Tensor, layer: str = "") -> torch.Tensor:
         """Tell the other ranks how many rows go to each of their experts.
 
         Args:
             ends: (experts,), where the rows of each expert end on this rank.
+            layer: whose rows they are.
 
         Returns:
             (2, ranks, experts of a rank), on the CPU: the rows that this rank sends to each rank's experts, and those
@@ -48,7 +85,9 @@ class ExpertExchanges(SequenceExchanges):
             self.comm.ledger.add("all_to_all", self.comm.axis, sent.nbytes)
             return torch.stack([sent, sent]).cpu()
         received = self.comm.all_to_all_sized(sent, [1] * ranks, [1] * ranks)
-        return torch.stack([sent, received]).cpu()
+        counts = torch.stack([sent, received]).cpu()
+        self.loads.note(layer, counts[0].reshape(-1)[: ends.shape[0]])
+        return counts
 
     def ends_here(self, ends: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Return where the rows of each of this rank's experts end, once they are here: (experts of this rank,)."""
@@ -74,8 +113,10 @@ class ExpertExchanges(SequenceExchanges):
         first, last = self._own_rows(ends, rows.shape[0])
         return rows[first:last]
 
-    def own_ends(self, ends: torch.Tensor) -> torch.Tensor:
+    def own_ends(self, ends: torch.Tensor, layer: str = "") -> torch.Tensor:
         """Return where the rows of each of this rank's experts end after `select`."""
+        if self.comm.rank == 0 and not isinstance(ends, FakeTensor):  # all ranks have the rows of all
+            self.loads.note(layer, torch.diff(ends.long(), prepend=ends.new_zeros(1).long()))
         first, last = chunk_range(ends.shape[0], self.comm.rank, self.comm.size)
         before = ends[first - 1] if first else 0
         return ends[first:last] - before

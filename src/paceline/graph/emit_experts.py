@@ -124,24 +124,24 @@ class _ExpertEmitter(ContextEmitter):
         if old not in self.sent:
             rows = self.new_nodes[old]
             if spread.sends:
-                self.sent[old] = self._call(self.experts.dispatch, rows, self._counts(ends))
+                self.sent[old] = self._call(self.experts.dispatch, rows, self._counts(ends, spread.name))
             else:
                 self.sent[old] = self._call(self.experts.select, rows, self.new_nodes[ends])  # type: ignore[index]
         return self.sent[old]
 
-    def _counts(self, ends: Any) -> fx.Node:
+    def _counts(self, ends: Any, layer: str) -> fx.Node:
         if ends not in self.counts:
-            self.counts[ends] = self._call(self.experts.count_rows, self.new_nodes[ends])
+            self.counts[ends] = self._call(self.experts.count_rows, self.new_nodes[ends], layer)
         return self.counts[ends]
 
     def _ends_here(self, ends: fx.Node, spread: SpreadExperts) -> fx.Node:
         if ends not in self.ends:
             new = self.new_nodes[ends]
             if spread.sends:
-                counts = self._counts(spread.layer.products[0].args[2])
+                counts = self._counts(spread.layer.products[0].args[2], spread.name)
                 self.ends[ends] = self._call(self.experts.ends_here, new, counts)
             else:
-                self.ends[ends] = self._call(self.experts.own_ends, new)
+                self.ends[ends] = self._call(self.experts.own_ends, new, spread.name)
         return self.ends[ends]
 
     def _on_rows(self, node: fx.Node, arguments: Any, named: Any) -> fx.Node:
@@ -173,7 +173,7 @@ class _ExpertEmitter(ContextEmitter):
         choice = self.layout.choices[node]
         if spread.sends:
             count = choice.output.size(self.rank, self.num_ranks)  # type: ignore[union-attr]
-            back = self._call(self.experts.combine, new, self._counts(ends), count)
+            back = self._call(self.experts.combine, new, self._counts(ends, spread.name), count)
         else:
             back = self._call(self.experts.join, new, self.new_nodes[ends], spread.layer.slots)
         self._register(node, back, choice.output)

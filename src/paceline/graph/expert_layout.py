@@ -41,11 +41,13 @@ class SpreadExperts:
         layer: as it was found.
         inside: its nodes that run where the experts are.
         sends: whether rows are sent; else every rank has them all, and computes those of its experts.
+        name: path of the module that sorts its rows.
     """
 
     layer: Experts
     inside: frozenset[fx.Node]
     sends: bool
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,7 @@ def spread_experts(captured: Captured, num_ranks: int) -> ExpertLayout:
         walk.want_by_batch(0, size)
     walk.walk()
     spread = [
-        SpreadExperts(layer, walk.inside[layer.sort], walk.blocks_of(layer) is not None)
+        SpreadExperts(layer, walk.inside[layer.sort], walk.blocks_of(layer) is not None, _name_of(layer))
         for layer in dict.fromkeys(walk.layers.values())
         if layer.sort in walk.inside
     ]
@@ -188,6 +190,10 @@ def _find_called(captured: Captured, walk: _ExpertWalk, num_ranks: int) -> tuple
     return owners, refused
 
 
+def _name_of(layer: Experts) -> str:
+    return str(layer.sort.meta.get("module", "")) or "the model or the loss"
+
+
 def describe_experts(captured: Captured, layout: ExpertLayout, num_ranks: int) -> list[ExpertLine]:
     """Return a line per layer of experts."""
     names = {node: name for name, node in captured.states.items()}
@@ -212,7 +218,7 @@ def describe_experts(captured: Captured, layout: ExpertLayout, num_ranks: int) -
             way, why = "rows of all on each", f"the ranks' samples don't have equal parts of {layer.tokens} tokens"
         lines.append(
             ExpertLine(
-                captured.module_path.get(layer.sort) or "the model or the loss",
+                spread.name,
                 layer.count,
                 len(range(*chunk_range(layer.count, 0, num_ranks))),
                 layer.slots // layer.tokens,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from paceline.nouns.shard_spec import chunk_range
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +64,43 @@ class StepRecord:
         if self.loss_scale is None:
             del event["is_skipped"], event["loss_scale"]
         return event
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLoad:
+    """How the rows of a layer of experts went to them, over all ranks, since the record before.
+
+    Attributes:
+        layer: path of its module.
+        shares: of the rows, by expert; they add up to 1.
+        ranks: of the rows, by rank of the axis `expert`.
+    """
+
+    layer: str
+    shares: tuple[float, ...]
+    ranks: tuple[float, ...]
+
+    @classmethod
+    def of(cls, layer: str, rows: Sequence[int], ranks: int) -> ExpertLoad | None:
+        """Return the record of a layer; None where it had no rows.
+
+        Args:
+            layer: path of its module.
+            rows: of each expert.
+            ranks: of the axis, which have the experts in their order.
+        """
+        total = sum(rows)
+        if not total:
+            return None
+        by_rank = [sum(rows[slice(*chunk_range(len(rows), rank, ranks))]) / total for rank in range(ranks)]
+        return cls(layer, tuple(count / total for count in rows), tuple(by_rank))
+
+    def to_json(self, step: int) -> dict[str, Any]:
+        """Return the record as an event."""
+        return {
+            "event": "experts",
+            "step": step,
+            "layer": self.layer,
+            "shares": [round(share, 6) for share in self.shares],
+            "ranks": [round(share, 6) for share in self.ranks],
+        }

@@ -27,6 +27,7 @@ from paceline.comm.collectives import AxisComm, open_axes, open_product
 from paceline.comm.ledger import Ledger
 from paceline.nouns.mesh import AXES, DATA_AXES, EXPERT_GRADIENT_AXES, GRADIENT_AXES, SPREADING_AXES, Mesh
 from paceline.nouns.plan import Plan
+from paceline.nouns.record import ExpertLoad
 from paceline.nouns.shard_spec import LocalShard
 from paceline.nouns.workload import Workload
 from paceline.parallel.loss_scale import LossScale
@@ -237,6 +238,22 @@ class Parallel:
     def evaluate(self, name: str, score: Score, batch: Any) -> Any:
         """Return what `score(model, batch)` returns."""
         return self.placed.evaluate(name, score, batch)
+
+    def expert_loads(self) -> list[ExpertLoad]:
+        """Return how the rows of each layer went to its experts since it was asked last. Collective, if there are any.
+
+        Layers that had none are left out.
+        """
+        rows = self.placed.take_expert_rows()
+        if not rows:
+            return []
+        summed = torch.cat(list(rows.values()))
+        self.comms.step.all_reduce(summed)
+        loads = []
+        for name, of_layer in zip(rows, summed.split([one.numel() for one in rows.values()]), strict=True):
+            load = ExpertLoad.of(name, of_layer.tolist(), self.mesh.size("expert"))
+            loads += [] if load is None else [load]
+        return loads
 
     @property
     def notices(self) -> Sequence[str]:

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from torch import fx
 
 from paceline.comm.collectives import AxisComm
-from paceline.comm.experts import ExpertExchanges
+from paceline.comm.experts import ExpertExchanges, ExpertLoads
 from paceline.graph.capture import Captured
 from paceline.graph.emit_experts import emit_experts
 from paceline.graph.expert_layout import ExpertLayout, check_samples, no_experts, spread_experts
@@ -44,7 +44,15 @@ def layout_of(captured: Captured, comm: AxisComm) -> ExpertLayout:
 
 
 def emit_samples(
-    captured: Captured, layout: ExpertLayout, comm: AxisComm, stages: Mapping[fx.Node, int]
+    captured: Captured, layout: ExpertLayout, comm: AxisComm, stages: Mapping[fx.Node, int], loads: ExpertLoads
 ) -> tuple[Captured, dict[fx.Node, fx.Node]]:
-    """Return the graph as this rank of `comm` runs it, and for each new node the old one it was made for."""
-    return emit_experts(captured, layout, ExpertExchanges(comm), stages)
+    """Return the graph as this rank of `comm` runs it, and for each new node the old one it was made for.
+
+    Args:
+        captured: the graph.
+        layout: how its experts and samples are spread.
+        comm: the axis.
+        stages: of its nodes.
+        loads: counts the rows that go to each expert.
+    """
+    return emit_experts(captured, layout, ExpertExchanges(comm, loads), stages)

@@ -103,6 +103,10 @@ class GraphAdapter:
 
     def forward_backward(self, loss: Any, microbatches: Sequence[Any], hooks: StepHooks, longest: int) -> None:
         """Run micro-batches through the stages, or one after another where there is one stage."""
+        with self.split.loads.counting():
+            self._forward_backward(loss, microbatches, hooks)
+
+    def _forward_backward(self, loss: Any, microbatches: Sequence[Any], hooks: StepHooks) -> None:
         if self.pipeline is not None:
             # In a pipeline forward and backward passes alternate: all forwards are done only when the schedule is.
             self.pipeline.forward_backward(loss, microbatches, hooks)
@@ -188,6 +192,10 @@ class GraphAdapter:
     def of_experts(self) -> set[str]:
         """Return the parameters of which each rank of `expert` holds other experts' weights."""
         return self.split.of_experts & self.own.keys()
+
+    def take_expert_rows(self) -> dict[str, torch.Tensor]:
+        """Return how many rows of this rank's tokens have gone to each expert of each layer since it was asked last."""
+        return {name: self.split.loads.take(name, count) for name, count in self.split.expert_layers.items()}
 
     def close(self) -> None:
         """Do nothing."""

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from paceline.comm.batch_norm import SharedStatistics
 from paceline.comm.collectives import AxisComm
 from paceline.comm.differentiable import Exchanges, take_piece
+from paceline.comm.experts import ExpertLoads
 from paceline.comm.pytree import signature, tensors_in
 from paceline.graph.capture import Captured, capture
 from paceline.graph.context_layout import ContextLayout
@@ -114,6 +115,8 @@ class SplitModel:
     placements: dict[str, Placement] = field(default_factory=dict)  # on `tensor`
     expert_placements: dict[str, Placement] = field(default_factory=dict)
     expert_owners: dict[str, int] = field(default_factory=dict)  # the rank of `expert` that alone has a parameter
+    expert_layers: dict[str, int] = field(default_factory=dict)  # experts of each layer whose rows are counted
+    loads: ExpertLoads = field(default_factory=ExpertLoads)
     assignment: Assignment | None = None
     everywhere: set[str] = field(default_factory=set)  # buffers that nothing writes: every stage may need them
     coupled: str = ""  # the operation in which samples meet, if any
@@ -182,6 +185,7 @@ class SplitModel:
             layout = expert.first_layout(self.of_first_positions(captured), self.expert)
             self.expert_placements = {name: split for name, split in layout.placements.items() if split is not None}
             self.expert_owners = layout.owners
+            self.expert_layers = {spread.name: spread.layer.count for spread in layout.spread}
         if self.tensor.size > 1:
             self.placements = self._choose(self.as_first_place(captured)).placements
             if all(placement is None for placement in self.placements.values()):
@@ -197,6 +201,7 @@ class SplitModel:
         self.placements = other.placements
         self.expert_placements = other.expert_placements
         self.expert_owners = other.expert_owners
+        self.expert_layers = other.expert_layers
         self.assignment = other.assignment
         self.everywhere = other.everywhere
         self.coupled = other.coupled
@@ -343,7 +348,7 @@ class SplitModel:
         self, captured: Captured, stages: Mapping[fx.Node, int], comm: AxisComm
     ) -> tuple[Captured, dict[fx.Node, int]]:
         """Return the graph as a rank of `expert` runs it, and the stage of each of its nodes."""
-        emitted, origin = expert.emit_samples(captured, self.expert_layout(captured), comm, stages)
+        emitted, origin = expert.emit_samples(captured, self.expert_layout(captured), comm, stages, self.loads)
         shapes = {}
         for name in captured.states:
             placement = self.expert_placements.get(name)

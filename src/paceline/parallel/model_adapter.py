@@ -93,6 +93,12 @@ class ModelAdapter(Protocol):
     def of_experts(self) -> set[str]:
         """Return the parameters of which each rank of `expert` holds other experts' weights."""
 
+    def take_expert_rows(self) -> dict[str, torch.Tensor]:
+        """Return how many rows of this rank's tokens have gone to each expert of each layer since it was asked last.
+
+        The same layers on every rank, in the same order.
+        """
+
     def close(self) -> None:
         """Let go of the other ranks."""
 
@@ -149,6 +155,10 @@ class OwnCode:
         if microbatches:
             self.spare = microbatches[-1]
         return [*microbatches, *[self.spare] * (longest - len(microbatches))]
+
+    def take_expert_rows(self) -> dict[str, torch.Tensor]:
+        """Return nothing: experts are spread where the model runs as graphs."""
+        return {}
 
     def written_alone(self) -> list[torch.nn.Module]:
         """Return the modules that would write a micro-batch's values into their buffers though it does not count.

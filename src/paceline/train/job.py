@@ -56,6 +56,7 @@ from paceline.train.step_profiler import StepProfiler
 from paceline.train.times_file import TimesFile
 
 _COUNTED_STEP = 2  # of a process, after which its memory is counted: the first step makes the optimizer's state
+_LOADS_EVERY = 20  # steps after which it is written how the rows went to experts
 
 STEPS = {"collectives": CollectiveSteps, "servers": ServerSteps}  # by `Plan.strategy`
 
@@ -375,6 +376,10 @@ class Job:
         """Write the record of the last step, and where its time went."""
         assert self.last is not None
         self.events.write({**self.last.to_json(), "times": self.times_file.end_step(self.step_number)})
+        # Every rank knows whether somebody reads events: all take part, or none.
+        if self.step_number % _LOADS_EVERY == 0 and (self.run_dir is not None or self.workload.sinks):
+            for load in self.parallel.expert_loads():
+                self.events.write(load.to_json(self.step_number))
         self.profiler.step_ended(self.step_number)
         if self.run_dir is not None and self.times_file.steps == _COUNTED_STEP:
             content = count_memory(self.models(), self.optimizer, self.device)
