@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -27,10 +29,25 @@ PLANS = {  # and their ranks
 }
 
 
+class Free(expert_models.Mixture):
+    """Without a bias for some: different tokens choose different experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.choice_bias.zero_()
+
+
+def workload(name):
+    if name == "lonely":
+        return expert_models.workload(name)
+    uneven = {"batch_size": 3} if name == "uneven" else {}  # every rank has the rows of all
+    return expert_models.workload("mixture", model=functools.partial(expert_models.Reader, Free), **uneven)
+
+
 def counted(rank, name):
     """The rows of each call of histc, by which these models count, in two steps."""
     api.init()
-    job = Job(expert_models.workload(name), Plan())
+    job = Job(workload(name), Plan())
     found = []
     count = torch.histc
 
@@ -50,7 +67,7 @@ def counted(rank, name):
 def loads(rank, name, line):
     api.init()
     with kept_wide(True):
-        job = Job(expert_models.workload(name), Plan.parse(line))
+        job = Job(workload(name), Plan.parse(line))
         before = job.parallel.expert_loads()
         for batch in job.batches():
             job.step(batch)
@@ -59,8 +76,10 @@ def loads(rank, name, line):
         return before, found, job.parallel.expert_loads()
 
 
-@pytest.mark.parametrize("line", PLANS)
-@pytest.mark.parametrize("name", ["mixture", "lonely"])
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [*[("free", line) for line in PLANS], ("lonely", "expert=2"), ("lonely", "expert=4"), ("uneven", "expert=2")],
+)
 def test_shares_are_those_of_one_process(name, line):
     (expected,) = run_ranks(1, counted, name)
     ranks = run_ranks(PLANS[line], loads, name, line)
@@ -74,6 +93,9 @@ def test_shares_are_those_of_one_process(name, line):
         each = len(load.shares) // size
         by_rank = [sum(load.shares[at : at + each]) for at in range(0, len(load.shares), each)]
         assert load.ranks == pytest.approx(by_rank)
+    if name != "lonely":
+        assert min(shares[0]) > 0
+        assert len(set(shares[0])) > 2
     if name == "lonely":  # whose rows all go to two of eight
         assert sum(ranks[0][1][0].shares[2:4]) == pytest.approx(1)
         assert ranks[0][1][0].ranks[0] == pytest.approx(0 if size == 4 else 1)
