@@ -25,6 +25,7 @@ from paceline.nouns.errors import (
 )
 from paceline.nouns.loop_plan import check_plan_of_loop
 from paceline.nouns.plan import Plan
+from paceline.parallel import pieces
 
 from support.jobs import paceline as run_command
 from support.ranks import preload, run_ranks
@@ -361,6 +362,27 @@ def test_so_do_ranks_that_hold_parts(loop, mesh, zero):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
+def apart(rank, function, *arguments):
+    """Call a function where what hosts know travels apart from what devices compute, as on GPUs."""
+    split = pieces.PiecewiseParallel.split
+
+    def split_apart(parallel, optimizers):
+        split(parallel, optimizers)
+        length = parallel.on_device.mine.numel()
+        parallel.on_host = pieces._Message(parallel.comms.step, None, length, torch.device("cpu"))
+
+    pieces.PiecewiseParallel.split = split_apart
+    return function(rank, *arguments)
+
+
+@pytest.mark.parametrize(("mesh", "zero"), [(None, 1), ("shard=2", 1), ("shard=2", 3)])
+@pytest.mark.parametrize("loop", [usual, accumulated, two_optimizers, partly_labelled], ids=lambda loop: loop.__name__)
+def test_so_do_ranks_whose_hosts_meet_by_themselves(loop, mesh, zero):
+    expected = loop(True)
+    for found in run_ranks(2, apart, in_ranks, loop, mesh, zero):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
 def state_elements(plain):
     job, model, optimizer = prepared(plain, *with_optimizer())
     batch = own(job, 0)
@@ -595,6 +617,20 @@ def test_a_mistake_is_said_on_every_rank(mistake, kind, found, fix, mesh):
     if mesh == "shard=2" and mistake is clipped_by_torch:
         mesh = "replicate=2,shard=2"
     answers = run_ranks(Plan(mesh=mesh).world_size, make_mistake, mistake, mesh)
+    for answer in answers:
+        assert answer is not None
+        assert answer[0] == kind.__name__
+        assert fix in answer[2]
+    assert any(found in answer[1] for answer in answers), answers
+
+
+@pytest.mark.parametrize(
+    ("mistake", "kind", "found", "fix"),
+    [mistake for mistake in MISTAKES if mistake[1] is not UsageError],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_hosts_that_meet_by_themselves_say_the_same(mistake, kind, found, fix):
+    answers = run_ranks(2, apart, make_mistake, mistake, "replicate=2", timeout_s=60)
     for answer in answers:
         assert answer is not None
         assert answer[0] == kind.__name__

@@ -17,7 +17,8 @@ Where a loop repeats its steps, the sum that follows a backward pass begins in i
 
 Traffic per step: for each piece, and each call of a model in parts, one all_reduce of 8 (4 + 5 R + buffers) bytes; for
 each update that of `replicate`, without the numbers of the step, and with `shard` that of `shard/owned_update.py`
-(zero=1) or `shard/loop_models.py`. A sum that was foreseen, and was not wanted, comes on top.
+(zero=1) or `shard/loop_models.py`. On GPUs the hosts exchange one more for each backward pass. A sum that was foreseen,
+and was not wanted, comes on top.
 """
 
 from __future__ import annotations
@@ -434,6 +435,7 @@ class PiecewiseParallel(Parallel):
         self._count_once()
         self.raw = {parameter for parameter in self.raw if parameter.grad is not None}
         loss = loss.reshape(())
+        self._meet_on_host(piece)
         self._say(piece)
         self._write(_WEIGHT, 0.0 if keeps_pace else weight)
         is_left_out = (self.mine[_WEIGHT] == 0) & ~torch.isfinite(loss.detach())
@@ -797,9 +799,7 @@ class PiecewiseParallel(Parallel):
         self.said.begin()
         for target in self.early:  # in the order in which they began
             target.early.finish()
-        sums = self._finish_sum()
-        self._read_all()
-        agreed = self._read(piece, sums.tolist())
+        agreed = self._read_with_earlier(piece, self._finish_sum())
         if agreed.has_others:
             self.foresight.was_wrong()
         return not agreed.has_others
@@ -912,6 +912,16 @@ class PiecewiseParallel(Parallel):
         if self.tensor is not None:
             self._write(self._place(_ARGUMENTS), self.tensor.take_digest())
 
+    def _meet_on_host(self, piece: Piece) -> None:
+        """Find out whether all ranks are at a piece, before the device is given what waits for the others' devices."""
+        if self.on_host is self.on_device or self.comms.step.size == 1 or self.tensor is not None:
+            return
+        self.said = self.on_host
+        self.mine.zero_()
+        self._write(self._place(_CODE), piece.code)
+        self._write(self._place(_CHECK), piece.check)
+        self._check_same(piece, self._by_rank(self._sum().tolist()))
+
     def _write(self, place: int, value: torch.Tensor | float) -> None:
         """Write a number into this rank's message. A GPU is waited for where it is assigned, and not by `fill_`."""
         if isinstance(value, torch.Tensor):
@@ -926,9 +936,7 @@ class PiecewiseParallel(Parallel):
             CollectiveError: they are not, or were not before.
             LossError: a loss is not finite, or nothing counts.
         """
-        sums = self._sum()
-        self._read_all()
-        return self._read(piece, sums.tolist())
+        return self._read_with_earlier(piece, self._sum())
 
     def _sum(self) -> torch.Tensor:
         """Return the sum of all ranks' messages."""
@@ -947,6 +955,16 @@ class PiecewiseParallel(Parallel):
         copy.begin(lambda: numbers)
         return copy.read
 
+    def _read_with_earlier(self, piece: Piece, sums: torch.Tensor) -> Agreed:
+        """Read the sums of a piece, and those of the backward passes before it."""
+        if self.unread and sums.device.type == "cpu":
+            # First: if another rank is at another piece, those of a backward pass on a device may never come.
+            agreed = self._read(piece, sums.tolist())
+            self._read_all()
+            return agreed
+        self._read_all()
+        return self._read(piece, sums.tolist())
+
     def _read_all(self) -> None:
         """Read the sums of the backward passes that have not been read."""
         unread = self.unread
@@ -957,9 +975,8 @@ class PiecewiseParallel(Parallel):
             self.losses.append(self._read(piece, sums))
 
     def _read(self, piece: Piece, sums: Sequence[float]) -> Agreed:
-        weight, loss, stop, others, *rest = sums
-        ranks = rest[: _PER_RANK * self.comms.step.size]
-        by_rank = [ranks[start : start + _PER_RANK] for start in range(0, len(ranks), _PER_RANK)]
+        weight, loss, stop, others = sums[: self.ranks_at]
+        by_rank = self._by_rank(sums)
         self._check_same(piece, by_rank)
         bad_ranks = [self.comms.step.peers[index] for index, numbers in enumerate(by_rank) if numbers[_BAD]]
         if bad_ranks and piece.call == SPLIT:
@@ -986,8 +1003,12 @@ class PiecewiseParallel(Parallel):
             self._check_alike(SPLIT, [numbers[_ARGUMENTS] for numbers in by_rank])
             if piece.call in _MAY_DIFFER:
                 self._check_alike(piece.call, [numbers[_ALIKE] for numbers in by_rank])
-        changed = rest[_PER_RANK * self.comms.step.size :]
+        changed = sums[self.buffers_at :]
         return Agreed(weight, loss, stop > 0, others > 0, [round(count) for count in changed])
+
+    def _by_rank(self, sums: Sequence[float]) -> list[Sequence[float]]:
+        """Return the numbers of each rank."""
+        return [sums[start : start + _PER_RANK] for start in range(self.ranks_at, self.buffers_at, _PER_RANK)]
 
     def _check_same(self, piece: Piece, by_rank: Sequence[Sequence[float]]) -> None:
         mine = piece.code
