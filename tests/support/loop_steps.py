@@ -122,7 +122,7 @@ def _held(job):
     gradients += parallel.summed.values()  # which it keeps until the next backward pass
     reducers = [bucket.reducer for target in parallel.targets for bucket in target.replicate.buckets]
     reducers += [each.inside for each in reducers if isinstance(each, CastReducer)]
-    reducers += [parallel.message, parallel.stats.reducer]
+    reducers += [*parallel.reducers, parallel.stats.reducer]
     states = [part.state for own in job.objects.optimizers for part in parts_of(own)]
     shared = [inbox for each in reducers if isinstance(each, SharedMemoryReducer) for inbox in each.inboxes]
     return {
