@@ -10,14 +10,14 @@ import paceline
 from paceline.comm import api
 from paceline.nouns.errors import LossError
 from paceline.nouns.plan import Plan
-from paceline.parallel.guarded_update import can_leave_out, left_out_if
+from paceline.parallel.guarded_update import can_leave_out, is_fused_on, left_out_if
 from paceline.train import step as step_module
 from paceline.train.job import Job
 
 from support.ranks import preload, run_ranks
 
 preload("paceline.train.job", "paceline.parallel.shard.fsdp_adapter")
-GPU = torch.device("cuda", 0)
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def trained(kind, is_bad, steps=3):
@@ -70,17 +70,19 @@ class Own(torch.optim.AdamW):
 @pytest.mark.parametrize(
     ("make", "device", "can"),
     [
-        (lambda p: torch.optim.AdamW(p, fused=True), GPU, True),
-        (lambda p: torch.optim.Adam(p, fused=True), GPU, True),
-        (lambda p: torch.optim.AdamW(p, fused=True), torch.device("cpu"), False),
-        (lambda p: torch.optim.AdamW(p), GPU, False),
-        (lambda p: Own(p, fused=True), GPU, False),  # its step may do more
-        (lambda p: torch.optim.SGD(p, fused=True), GPU, False),
-        (lambda p: torch.optim.AdamW([{"params": p}, {"params": other(), "fused": False}], fused=True), GPU, False),
+        (lambda p: torch.optim.AdamW(p, fused=True), CPU, True),
+        (lambda p: torch.optim.Adam(p, fused=True), CPU, True),
+        (lambda p: torch.optim.AdamW(p, fused=True), GPU, False),  # its parameters are on the host
+        (lambda p: torch.optim.AdamW(p), CPU, False),
+        (lambda p: Own(p, fused=True), CPU, False),  # its step may do more
+        (lambda p: torch.optim.SGD(p, fused=True), CPU, False),
+        (lambda p: torch.optim.AdamW([{"params": p}, {"params": other(), "fused": False}], fused=True), CPU, False),
     ],
 )
 def test_which_optimizers_can(make, device, can):
-    assert can_leave_out(make([nn.Parameter(torch.zeros(1))]), device) is can
+    optimizer = make([nn.Parameter(torch.zeros(1))])
+    assert is_fused_on(optimizer, device) is can
+    assert not can_leave_out(optimizer, CPU)  # the host need not wait there
 
 
 class Copied:
@@ -111,7 +113,7 @@ def stepped(rank, line, guarded):
     api.init()
     if guarded:
         step_module.HostCopy = Copied
-        step_module.can_leave_out = lambda optimizer, device: can_leave_out(optimizer, GPU)
+        step_module.can_leave_out = is_fused_on
     workload = paceline.Workload(
         model=lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)),
         loss=loss,

@@ -17,10 +17,21 @@ _FUSED = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def can_leave_out(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """True if an update on a device can be left out there: by Adam or AdamW with fused=True."""
-    if device.type == "cpu" or type(optimizer) not in _FUSED:
+    """True if an update can be left out on a device, which the host would wait for otherwise."""
+    return device.type != "cpu" and is_fused_on(optimizer, device)
+
+
+def is_fused_on(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """True if the optimizer is Adam or AdamW with fused=True, and all that it updates is on the device.
+
+    The flag would be copied to the host for parameters that are there, and read before it has come.
+    """
+    if type(optimizer) not in _FUSED:
         return False
-    return all(group["fused"] for group in optimizer.param_groups)
+    for group in optimizer.param_groups:
+        if not group["fused"] or any(parameter.device.type != device.type for parameter in group["params"]):
+            return False
+    return True
 
 
 @contextmanager
