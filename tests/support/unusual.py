@@ -400,6 +400,17 @@ class Skipping(nn.Module):
         return self.last(self.body(self.first(x)))
 
 
+class Recurrent(nn.Module):
+    """A layer of torch that draws between the layers that it has inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.last = nn.LSTM(2, 16, 3, batch_first=True, dropout=0.4), nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.last(self.rnn(x.unflatten(1, (3, 2)))[0][:, -1])
+
+
 class SkippingLayers(nn.Module):
     def __init__(self):
         super().__init__()
@@ -440,6 +451,7 @@ UNUSUAL = {
     "sparse": lambda: ids_job(Sparse, same_word, clip_norm=0.05),
     "lambda": lambda: decoder(scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 / (1 + s))),
     "skipping": lambda: remembers(model=Skipping),
+    "recurrent": lambda: remembers(model=Recurrent),
 }
 
 

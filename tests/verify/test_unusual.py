@@ -33,6 +33,8 @@ def plans_of(name):
         return "replicate=2", "tensor=2", "pipeline=2"
     if name == "skipping":
         return "replicate=2", "pipeline=2"
+    if name == "recurrent":
+        return "replicate=2", "shard=2", "pipeline=2"
     if name == "noisy":
         return "replicate=2", "shard=2,checkpointing=full", "pipeline=2"
     return ("replicate=2",) if name in EAGER_ONLY else ("replicate=2", "tensor=2")

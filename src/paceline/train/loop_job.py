@@ -455,7 +455,8 @@ class LoopJob(Job):
             optimizer: whose parameters; those of all where None.
 
         Returns:
-            The norm before clipping, of all the gradients together, the same on every rank.
+            The norm before clipping, of all the gradients together, the same on every rank. On a GPU the host waits for
+            it, and so for the backward pass.
 
         Raises:
             LossError: the norm is not finite, and no GradScaler will leave the update out.

@@ -5,8 +5,8 @@ on eight, in a micro-batch of two or of sixty-four, computed once or again, the 
 values that differ by float64's rounding fall into different steps about once in 1e11 elements.
 
 It takes the place of torch's dropout functions and of attention's, in the reference and in the ranks alike. What draws
-by `torch.rand` and the like in a forward pass draws by place: see `placed_draws.py`. Other random numbers (an LSTM's
-own dropout, numpy's) can't be made equal; see `watched`.
+by `torch.rand` and the like in a forward pass draws by place: see `placed_draws.py`. Other random numbers (numpy's)
+can't be made equal; see `watched`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.patching import patched
+from paceline.verify.ranks import recurrent_dropout
 from paceline.verify.ranks.keep_float64 import kept_wide
 from paceline.verify.ranks.placed_draws import drawn_by_place
 
@@ -121,8 +122,17 @@ def controlled(is_off: bool = False, is_compiled: bool = False) -> Iterator[None
     def dropped(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # torch's own names: some call by keyword
         return drop(input, p, train, is_off)
 
+    recurrent = {}
+    for name in recurrent_dropout.NAMES:
+        recurrent[name] = recurrent_dropout.layered(getattr(torch._VF, name), lambda x, p: drop(x, p, True, is_off))
     placed = nullcontext() if is_compiled else drawn_by_place()
-    with patched(F, **ours), patched(torch, dropout=dropped), kept_wide(not is_off), placed:
+    with (
+        patched(F, **ours),
+        patched(torch, dropout=dropped),
+        patched(torch._VF, **recurrent),
+        kept_wide(not is_off),
+        placed,
+    ):
         yield
 
 
@@ -169,6 +179,6 @@ def watched(model: torch.nn.Module) -> Iterator[None]:
         where = drawing[0] if drawing else "the loss"  # the innermost module ends first
         raise WorkloadError(
             "the model's random numbers can't be made the same under every plan",
-            f"{where} draws some that are neither dropout nor torch.rand's (an LSTM's own dropout, randperm, numpy)",
-            "switch that part off for verifying (dropout=0 of the LSTM), or draw it in the data set's []",
+            f"{where} draws some that are neither dropout nor torch.rand's (RReLU, randperm, numpy)",
+            "switch that part off for verifying, or draw it in the data set's []",
         )
