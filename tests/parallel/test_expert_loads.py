@@ -76,6 +76,7 @@ def loads(rank, name, line):
         return before, found, job.parallel.expert_loads()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "line"),
     [*[("free", line) for line in PLANS], ("lonely", "expert=2"), ("lonely", "expert=4"), ("uneven", "expert=2")],

@@ -141,6 +141,7 @@ def trained(rank, case, line, is_early):
     return steps, state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "line"), CELLS)
 def test_the_same_is_done_at_the_same_steps(case, line):
     size = Plan.parse(line).world_size
