@@ -148,7 +148,7 @@ def cut_out(captured: Captured, stages: Mapping[fx.Node, int], count: int) -> li
     results = tensor_inputs(output)
     facts = _Facts.of(captured.graph)
     crossing = _crossing_values(stages, count, results, facts)
-    with_gradient = gradients_of(captured) if count > 1 else set()  # nothing crosses a cut that is not there
+    with_gradient = gradients_of(captured)
     built = []
     for stage in range(count):
         is_last = stage == count - 1

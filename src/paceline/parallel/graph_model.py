@@ -284,13 +284,8 @@ class SplitModel:
             merge_attention(captured, self.context.size)
         return captured
 
-    def stages_of(self, captured: Captured, wants_shapes: bool = True) -> tuple[Captured, list[Stage]]:
-        """Return the graph as this rank of `tensor` runs it, and the graphs of all stages, in pieces, cut from it.
-
-        Args:
-            captured: the whole graph.
-            wants_shapes: note the shape of every value here in the graph's nodes.
-        """
+    def stages_of(self, captured: Captured) -> tuple[Captured, list[Stage]]:
+        """Return the graph as this rank of `tensor` runs it, and the graphs of all stages, in pieces, cut from it."""
         stages = assign_stages(captured, self.stages * self.pieces, self.assignment)
         if self.context is not None:
             captured, stages = self._on_positions(captured, stages, self.context)
@@ -299,9 +294,9 @@ class SplitModel:
         if self.tensor.size > 1:
             layout = choose_layout(captured, self.tensor.size, self._decided(captured), self.plan.sequence == "on")
             emitted, origin = emit(captured, layout, Exchanges(self.tensor), stages)
-            # For the local shapes and dtypes of what crosses a cut: the next stage allocates by them.
-            if wants_shapes:
-                dry_run(emitted, self.local_shapes(emitted), self.comms, self.precision)
+            # For the local shapes and dtypes of what crosses a cut: the next stage allocates by them. And for the memory
+            # of each value, without which writes in place would be lost.
+            dry_run(emitted, self.local_shapes(emitted), self.comms, self.precision)
             stages = _stages_of_emitted(emitted, origin, stages)
             captured = emitted
         elif self.precision is not None:  # what crosses a cut has the dtypes that autocast gives
@@ -398,9 +393,7 @@ class SplitModel:
 
     def build(self, captured: Captured) -> Program:
         """Make this rank's stages ready to run."""
-        # A fifth of the time that a new shape takes. One piece that writes nothing is not asked for shapes.
-        wants_shapes = self.stages * self.pieces > 1 or bool(captured.log) or self.watch is not None
-        captured, pieces = self.stages_of(captured, wants_shapes)
+        captured, pieces = self.stages_of(captured)
         constants = {name: tensor.to(self.device) for name, tensor in captured.constants.items()}
         programs = []
         for index in self.own_stages:
