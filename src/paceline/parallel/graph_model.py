@@ -294,8 +294,8 @@ class SplitModel:
         if self.tensor.size > 1:
             layout = choose_layout(captured, self.tensor.size, self._decided(captured), self.plan.sequence == "on")
             emitted, origin = emit(captured, layout, Exchanges(self.tensor), stages)
-            # For the local shapes and dtypes of what crosses a cut, by which the next stage allocates, and for the memory
-            # of each value, without which writes in place would be lost.
+            # For the local shapes and dtypes of what crosses a cut: the next stage allocates by them. And for the
+            # memory of each value, without which writes in place would be lost.
             dry_run(emitted, self.local_shapes(emitted), self.comms, self.precision)
             stages = _stages_of_emitted(emitted, origin, stages)
             captured = emitted
