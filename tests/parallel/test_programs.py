@@ -63,7 +63,7 @@ def test_many_shapes_that_take_long_are_told_once(monkeypatch):
         kept.find(key, lambda: time.sleep(0.001) or Program(1))
         assert bool(kept.notices) == (key >= 11)
     (notice,) = kept.notices
-    assert notice.startswith("batches of 12 shapes so far, and 0 s to capture")
+    assert notice.startswith("the model was captured 12 times so far, in 0 s")
 
 
 def test_shapes_that_come_again_and_quick_ones_are_not_told():
@@ -97,7 +97,7 @@ WORKLOAD = paceline.Workload(
 
 def trained(rank, plan, most_nodes):
     programs._SAID_FROM_S = 0.0
-    programs._SAID_FROM_SHAPES = 3
+    programs._SAID_FROM_TIMES = 3
     api.init()
     job = Job(WORKLOAD, Plan.parse(plan))
     told = []
@@ -135,7 +135,7 @@ class Branching(nn.Module):
 
 def looped(rank):
     programs._SAID_FROM_S = 0.0
-    programs._SAID_FROM_SHAPES = 3
+    programs._SAID_FROM_TIMES = 3
     os.environ["PACELINE_PLAN"] = json.dumps(asdict(Plan.parse("tensor=2")))
     model = nn.Sequential(nn.Linear(8, 16), Branching(), nn.Linear(16, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # About 1 GiB: a graph takes about 2 KiB for each of its operations (measured: GPT-2, 12 layers, tensor=2).
 MOST_NODES = 500_000
-_SAID_FROM_SHAPES = 12
+_SAID_FROM_TIMES = 12
 _SAID_FROM_S = 20.0
 
 
@@ -50,9 +50,9 @@ class Programs:
     def _note(self, seconds: float) -> None:
         self.made += 1
         self.spent_s += seconds
-        if not self.notices and self.made >= _SAID_FROM_SHAPES and self.spent_s >= _SAID_FROM_S:
+        if not self.notices and self.made >= _SAID_FROM_TIMES and self.spent_s >= _SAID_FROM_S:
             self.notices.append(
-                f"batches of {self.made} shapes so far, and {self.spent_s:.0f} s to capture the model for each of them "
-                "once: pad batches to fewer lengths, such as multiples of 64 (pad_to_multiple_of=64 in collators of "
-                "transformers), and leave out short last batches"
+                f"the model was captured {self.made} times so far, in {self.spent_s:.0f} s, as each new shape of a "
+                "batch needs it: pad batches to fewer lengths, such as multiples of 64 (pad_to_multiple_of=64 in "
+                "collators of transformers)"
             )
