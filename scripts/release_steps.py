@@ -118,7 +118,7 @@ def check_tests() -> None:
     Raises:
         UsageError: one fails.
     """
-    for words in (["scripts/check"], *(["scripts/test", *part] for part in ([], ["--integration"], ["--complete"]))):
+    for words in (["scripts/check"], *(["scripts/test", *part] for part in ([], ["--long"], ["--complete"]))):
         if subprocess.run([str(ROOT / words[0]), *words[1:]], cwd=ROOT).returncode:
             raise UsageError("can't release this tree", f"{' '.join(words)} fails", "mend it")
 

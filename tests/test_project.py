@@ -13,6 +13,8 @@ import paceline
 from paceline.nouns import module_names
 from paceline.nouns.mesh import AXES
 
+from support.durations import is_there, read_durations
+
 SOURCE = Path(paceline.__file__).parent
 ROOT = Path(__file__).parent.parent
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -176,3 +178,7 @@ def test_servers_are_a_strategy_and_not_a_condition():
         if not name.startswith("server/") and asks.search(path.read_text()):
             found.add(name)
     assert found == theirs
+
+
+def test_every_test_that_was_measured_is_there():
+    assert [name for name in read_durations() if not is_there(name)] == []

@@ -24,4 +24,4 @@ def skip_if_late() -> None:
     """Skip a long test that would begin after TESTS_END_AT, in seconds since 1970: CI is cut off at some time."""
     end = os.environ.get("TESTS_END_AT")
     if end is not None and time.time_ns() / 1e9 > float(end):
-        pytest.skip("CI's time is used up; `scripts/test --integration` runs it")
+        pytest.skip("CI's time is used up; `scripts/test --long` runs it")
