@@ -3,7 +3,8 @@
 The rules are those of c10/cuda/CUDACachingAllocator.cpp: sizes rounded up to 512 bytes; up to 1 MiB from segments of
 2 MiB, up to 10 MiB from segments of 20 MiB, more from a segment of its own in steps of 2 MiB; the smallest free block
 that is large enough, of the same stream; the rest of a block is split off; neighbours that are free become one. When
-the device is full, segments that are wholly free go back, and then it is out of memory.
+the device is full, segments that are wholly free go back, and then it is out of memory. With expandable segments other
+rules decide: `expandable_segments.py`.
 """
 
 from __future__ import annotations
@@ -39,27 +40,30 @@ class OutOfMemoryError(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class _Block:
+class Block:
     """A block of a segment, in use or free.
 
     `before` and `after` are its neighbours in the segment, at lower and higher addresses. Two free blocks are never
-    neighbours: `give_back` joins them.
+    neighbours: `give_back` joins them. Only an expandable segment has blocks that are not mapped: addresses without
+    memory, which are neither free nor in use.
     """
 
     nbytes: int
     segment: int
     at: int  # bytes from the segment's begin
     pool: Pool
-    before: _Block | None = None
-    after: _Block | None = None
+    before: Block | None = None
+    after: Block | None = None
     is_free: bool = False
+    is_mapped: bool = True
 
     @property
     def key(self) -> Key:
+        """Its place in the order in which free blocks are tried."""
         return self.nbytes, self.segment, self.at
 
 
-def _key_of(item: tuple[Key, _Block]) -> Key:
+def _key_of(item: tuple[Key, Block]) -> Key:
     key, _ = item
     return key
 
@@ -84,8 +88,8 @@ class CachingAllocator:
     peak_allocated: int = 0
     flushes: int = 0
     segments: int = 0
-    free: dict[Pool, list[tuple[Key, _Block]]] = field(default_factory=dict)  # sorted by key
-    used: dict[int, _Block] = field(default_factory=dict)
+    free: dict[Pool, list[tuple[Key, Block]]] = field(default_factory=dict)  # sorted by key
+    used: dict[int, Block] = field(default_factory=dict)
 
     def take(self, key: int, nbytes: int, stream: int = 0, event: int = 0) -> None:
         """Allocate a block, by whose `key` it is freed.
@@ -97,13 +101,7 @@ class CachingAllocator:
             return
         size = -(-nbytes // ROUND_BYTES) * ROUND_BYTES
         pool = (size <= SMALL_BYTES, stream)
-        free = self.free.setdefault(pool, [])
-        index = bisect.bisect_left(free, (size, -1, -1), key=_key_of)  # the smallest that is large enough
-        if index < len(free):
-            _, block = free.pop(index)
-            block.is_free = False
-        else:
-            block = self._new_segment(size, pool, event)
+        block = self._take_free(size, pool) or self._new_segment(size, pool, event)
         self._split(block, size)
         self.used[key] = block
         self.allocated += block.nbytes
@@ -115,49 +113,81 @@ class CachingAllocator:
         if block is None:  # of no bytes
             return
         self.allocated -= block.nbytes
+        self._add_free(self._join_free(block))
+
+    def _take_free(self, size: int, pool: Pool) -> Block | None:
+        """Take the smallest free block that is large enough out of the free ones; None if there is none."""
+        free = self.free.setdefault(pool, [])
+        index = bisect.bisect_left(free, (size, -1, -1), key=_key_of)
+        if index == len(free):
+            return None
+        _, block = free.pop(self._best_fit(free, index))
+        block.is_free = False
+        return block
+
+    def _best_fit(self, free: Sequence[tuple[Key, Block]], index: int) -> int:
+        """Return which of the free blocks to take, of those from `index` on: all that are large enough."""
+        return index
+
+    def _new_segment(self, size: int, pool: Pool, event: int) -> Block:
+        nbytes = segment_bytes(size)
+        # As torch does when cudaMalloc fails: give everything cached back, and try once more.
+        if not self._has_room(nbytes):
+            self._flush()
+            if not self._has_room(nbytes):
+                raise OutOfMemoryError(event, size)
+        self.segments += 1
+        self._reserve(nbytes)
+        return Block(nbytes, self.segments, 0, pool)
+
+    def _has_room(self, nbytes: int) -> bool:
+        return self.capacity is None or self.reserved + nbytes <= self.capacity
+
+    def _reserve(self, nbytes: int) -> None:
+        self.reserved += nbytes
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+
+    def _split(self, block: Block, size: int) -> None:
+        """Cut a block to `size`, unless what is left would be too small to be of use."""
+        if block.nbytes - size >= self._smallest_rest(block.pool):
+            self._add_free(self._cut(block, size))
+
+    def _smallest_rest(self, pool: Pool) -> int:
+        """Return of how many bytes a rest is that is split off (torch's should_split)."""
+        # A large block keeps a rest of up to 1 MiB, which counts as allocated with it.
+        is_small, _ = pool
+        return ROUND_BYTES if is_small else SMALL_BYTES + ROUND_BYTES
+
+    def _add_free(self, block: Block) -> None:
+        block.is_free = True
+        bisect.insort(self.free.setdefault(block.pool, []), (block.key, block), key=_key_of)
+
+    def _remove_free(self, block: Block) -> None:
+        free = self.free[block.pool]
+        del free[bisect.bisect_left(free, block.key, key=_key_of)]
+
+    def _join_free(self, block: Block) -> Block:
+        """Join a block, and its neighbours where they are free, which are no longer among the free ones then."""
         if block.before is not None and block.before.is_free:
             self._remove_free(block.before)
             block = self._join(block.before, block)
         if block.after is not None and block.after.is_free:
             self._remove_free(block.after)
             block = self._join(block, block.after)
-        block.is_free = True
-        bisect.insort(self.free.setdefault(block.pool, []), (block.key, block), key=_key_of)
-
-    def _new_segment(self, size: int, pool: Pool, event: int) -> _Block:
-        nbytes = segment_bytes(size)
-        # As torch does when cudaMalloc fails: give everything cached back, and try once more.
-        if self.capacity is not None and self.reserved + nbytes > self.capacity:
-            self._flush()
-            if self.reserved + nbytes > self.capacity:
-                raise OutOfMemoryError(event, size)
-        self.segments += 1
-        self.reserved += nbytes
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
-        return _Block(nbytes, self.segments, 0, pool)
-
-    def _split(self, block: _Block, size: int) -> None:
-        """Cut a block to `size`, unless what is left would be too small to be of use."""
-        # torch's should_split: a large block keeps a rest of up to 1 MiB, which counts as allocated with it.
-        rest = block.nbytes - size
-        is_small, _ = block.pool
-        if is_small and rest < ROUND_BYTES:
-            return
-        if not is_small and rest <= SMALL_BYTES:
-            return
-        free = _Block(rest, block.segment, block.at + size, block.pool, block, block.after, is_free=True)
-        if block.after is not None:
-            block.after.before = free
-        block.after = free
-        block.nbytes = size
-        bisect.insort(self.free[block.pool], (free.key, free), key=_key_of)
-
-    def _remove_free(self, block: _Block) -> None:
-        free = self.free[block.pool]
-        del free[bisect.bisect_left(free, block.key, key=_key_of)]
+        return block
 
     @staticmethod
-    def _join(left: _Block, right: _Block) -> _Block:
+    def _cut(block: Block, size: int) -> Block:
+        """Shorten a block to `size`, and return the rest as its neighbour; the rest is in no list."""
+        rest = Block(block.nbytes - size, block.segment, block.at + size, block.pool, block, block.after)
+        if block.after is not None:
+            block.after.before = rest
+        block.after = rest
+        block.nbytes = size
+        return rest
+
+    @staticmethod
+    def _join(left: Block, right: Block) -> Block:
         left.nbytes += right.nbytes
         left.after = right.after
         if right.after is not None:
@@ -190,14 +220,25 @@ def segment_bytes(size: int) -> int:
 
 
 def play(
-    events: Iterable[int], sizes: Sequence[int], streams: Sequence[int], capacity: int | None = None
+    events: Iterable[int],
+    sizes: Sequence[int],
+    streams: Sequence[int],
+    capacity: int | None = None,
+    kind: type[CachingAllocator] = CachingAllocator,
 ) -> CachingAllocator:
     """Return the allocator after a recording's events: n+1 allocates block n, -(n+1) frees it.
+
+    Args:
+        events: in order.
+        sizes: bytes of each block, as asked for.
+        streams: of each block.
+        capacity: bytes that the allocator may reserve; None for any number.
+        kind: of the allocator.
 
     Raises:
         OutOfMemoryError: `capacity` is not enough.
     """
-    allocator = CachingAllocator(capacity)
+    allocator = kind(capacity)
     for number, event in enumerate(events):
         if event > 0:
             allocator.take(event, sizes[event - 1], streams[event - 1], number)
