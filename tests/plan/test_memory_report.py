@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 
-from paceline.cli.plan_memory import notices_of
+from paceline.cli import plan_loop, plan_memory
+from paceline.cli import profile as profile_command
+from paceline.cli.main import main
+from paceline.cli.plan_memory import by_allocator, notices_of
 from paceline.launch.profile_workload import ranks_to_profile
 from paceline.nouns.device import CONTEXT_BYTES, Device
 from paceline.nouns.errors import PlanError, WorkloadError
@@ -16,6 +20,8 @@ from paceline.nouns.profile import ACTIVATIONS, PARAMETERS, TEMPORARY, Block, Pr
 from paceline.plan.memory import memory_of
 from paceline.plan.memory_table import holders, picture, size, table
 from paceline.plan.oom_advice import Change, cheapest, ways
+
+from support.jobs import LOOP, TINY
 
 GIB = 2**30
 BLOCKS = [
@@ -55,6 +61,79 @@ def test_whether_a_device_has_enough(text, is_too_large):
     lines = table([memory], device, 0)
     assert lines[-1].split() == (["OUT", "OF", "MEMORY"] if is_too_large else ["fits"])
     assert len({len(line) for line in lines}) == 1
+
+
+def fragmented():
+    """Of 6 GiB that were freed, 1 is in use; so 6.5 GiB come from elsewhere, unless a segment can grow."""
+    sizes = (6 * GIB, GIB, 13 * GIB // 2)
+    blocks = [Block(nbytes, TEMPORARY, "", "forward") for nbytes in sizes]
+    recording = Recording(blocks, [1, -1, 2, 3, -3, -2], [(0, "forward")], last_step=0)
+    return replace(profile("cuda"), recording=recording)
+
+
+@pytest.mark.parametrize(("text", "fits"), [("13.5GB", (True, True)), ("9GB", (False, True)), ("7GB", (False, False))])
+def test_expandable_segments_have_no_fragments(text, fits):
+    device = Device.parse(text)
+    page = 20 * 2**20
+    for expandable, reserved, has_room in zip((False, True), (25 * GIB // 2, 384 * page), fits, strict=True):
+        memory = memory_of(fragmented(), device.capacity(0), expandable)
+        assert (memory.reserved, memory.is_too_large) == (reserved, not has_room)
+        lines = table([memory], replace(device, expandable_segments=expandable), 0)
+        assert [line.split()[2] for line in lines if "expandable_segments" in line] == [str(expandable)]
+    assert memory_of(profile("cpu"), None, expandable_segments=True).reserved is None
+
+
+def test_expandable_segments_are_a_way_out_where_they_help_and_the_cheapest():
+    plan = Plan()
+    device = Device.parse("9GB")
+    ((change, needed, flops),) = by_allocator(plan, [fragmented()], device)
+    assert (change.plan, needed) == (plan, 384 * 20 * 2**20 + CONTEXT_BYTES)
+    smaller = [(way, 5, flops) for way in ways(plan, 8, "float32", True) if way.kind in ("micro-batch", "precision")]
+    outs = cheapest([*smaller, (change, needed, flops)], plan, flops)
+    assert [out.way.kind for out in outs] == ["allocator", "micro-batch", "precision"]
+    assert outs[0].way.text.startswith("PYTORCH_ALLOC_CONF=expandable_segments:True")
+    assert outs[0].cost == "none"
+    assert by_allocator(plan, [fragmented()], Device.parse("7GB")) == []  # live tensors alone are too many
+    assert by_allocator(plan, [fragmented(), profile("cuda")], device) == []  # another rank does not fit
+    assert by_allocator(plan, [fragmented()], replace(device, expandable_segments=True)) == []  # it has them
+
+
+def refused(*_):
+    raise WorkloadError("a step of it", "nothing else is tried here", "wait")
+
+
+@pytest.mark.parametrize(("text", "wanted"), [("9GB", True), ("7GB", False), ("16GB", False)])
+def test_the_page_offers_expandable_segments(text, wanted, monkeypatch):
+    error = WorkloadError("a step of it", "nothing else is tried here", "wait")
+    answer = {True: error, False: fragmented()}
+    monkeypatch.setattr(
+        plan_memory, "profile_workload", lambda requests, *_: [answer[one.is_brief] for one in requests]
+    )
+    report, lines, _ = plan_memory.explain(Plan(), ["train.py"], Device.parse(text), with_ways_out=True)
+    offered = [line for line in lines if line.startswith("PYTORCH_ALLOC_CONF=expandable_segments:True in the env")]
+    assert [line.partition("needs")[2].split() for line in offered] == [["8,192.0", "MiB", "cost:", "none"]] * wanted
+    assert report["expandable_segments"] is False
+    assert [way["more_devices"] for way in report["ways_out"]] == [0] * wanted
+
+
+@pytest.mark.parametrize(("text", "wanted"), [("9GB", True), ("7GB", False)])
+def test_a_loop_is_offered_expandable_segments(text, wanted, monkeypatch):
+    monkeypatch.setattr(plan_loop, "profile_loop", refused)
+    tried = plan_loop._Tried(["loop.py"], Device.parse(text), {Plan(): [SimpleNamespace(profile=fragmented())]})
+    found = plan_loop._ways_out(Plan(), tried, {"ranks": [{"is_too_large": True}]})
+    assert [way.way.kind for way in found] == ["allocator"] * wanted
+    tried.device = replace(tried.device, expandable_segments=True)
+    assert [memory.is_too_large for memory in tried.memories(Plan())] == [not wanted]
+
+
+@pytest.mark.parametrize("flag", [[], ["--expandable-segments"]])
+def test_a_profile_of_either_allocator(flag, monkeypatch, tmp_path, capsys):
+    (tmp_path / "train.py").write_text(TINY + LOOP)
+    monkeypatch.setattr(profile_command, "profile_workload", lambda *_: [fragmented()])
+    assert main(["profile", "--device", "9GB", *flag, "--json", str(tmp_path / "train.py")]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["expandable_segments"] is bool(flag)
+    assert facts["memory"]["is_too_large"] is not bool(flag)
 
 
 @pytest.mark.parametrize("text", ["16", "GB", "V100", "-GB", "xGB", "0GB", "V100-16MB"])

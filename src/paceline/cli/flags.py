@@ -133,6 +133,12 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "nothing else depends on the device",
             "add --explain-memory",
         ),
+        Rule(
+            ("expandable_segments",),
+            lambda a: a.explain_memory or a.explain_oom,
+            "nothing else depends on how memory is allocated",
+            "add --explain-memory",
+        ),
         Rule(("schedule_picture",), lambda a: not a.json, "JSON has no picture", "leave --json out"),
     ),
     "doctor": (Rule(("python",), lambda a: bool(a.hosts or a.hostfile), "no other host is named", "add -H H1:N,H2:N"),),

@@ -13,7 +13,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from paceline.cli.plan_memory import add_suggestions, explain_profiles, flops_of, notices_of
+from paceline.cli.plan_memory import (
+    add_suggestions,
+    by_allocator,
+    explain_profiles,
+    flops_of,
+    needed_if_it_fits,
+    notices_of,
+)
 from paceline.launch.profile_loop import profile_loop
 from paceline.nouns.device import Device
 from paceline.nouns.errors import WorkloadError
@@ -23,7 +30,7 @@ from paceline.nouns.table import aligned
 from paceline.plan.loop_plans import PlanRow, changes_of_loop, plans_of_loop, plans_table
 from paceline.plan.memory import Memory, memory_of
 from paceline.plan.memory_table import communicators, size
-from paceline.plan.oom_advice import Change, Suggestion, cheapest
+from paceline.plan.oom_advice import Suggestion, cheapest
 from paceline.plan.traffic_line import traffic_line
 
 
@@ -89,7 +96,8 @@ class _Tried:
     def memories(self, plan: Plan) -> list[Memory]:
         """Return the memory of the ranks that were recorded."""
         capacity = self.device.capacity(communicators(plan))
-        return [memory_of(each.profile, capacity) for each in self.profiles(plan)]
+        expandable_segments = self.device.expandable_segments
+        return [memory_of(each.profile, capacity, expandable_segments) for each in self.profiles(plan)]
 
 
 def _say(text: str) -> None:
@@ -200,15 +208,11 @@ def _ways_out(plan: Plan, tried: _Tried, report: dict[str, Any]) -> list[Suggest
     """Return plans under which the loop fits, where it does not under the one that is asked for."""
     if not any(rank["is_too_large"] for rank in report["ranks"]):
         return []
-    fitting: list[tuple[Change, int, float]] = []
+    asked = [each.profile for each in tried.profiles(plan)]
+    fitting = by_allocator(plan, asked, tried.device)
     for change in changes_of_loop(plan):
-        memories = tried.memories(change.plan)
-        if memories and not any(memory.is_too_large for memory in memories):
-            largest = max(memory.reserved or 0 for memory in memories)
-            needed = largest + tried.device.beside(communicators(change.plan))
-            fitting.append((change, needed, _flops(change.plan, tried)))
-    return cheapest(fitting, plan, _flops(plan, tried))
-
-
-def _flops(plan: Plan, tried: _Tried) -> float:
-    return flops_of(plan, [each.profile for each in tried.profiles(plan)])
+        profiles = [each.profile for each in tried.profiles(change.plan)]
+        needed = needed_if_it_fits(change.plan, profiles, tried.device) if profiles else None
+        if needed is not None:
+            fitting.append((change, needed, flops_of(change.plan, profiles)))
+    return cheapest(fitting, plan, flops_of(plan, asked))

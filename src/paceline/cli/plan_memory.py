@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from paceline.launch.profile_workload import ProfileRequest, profile_workload, ranks_to_profile
@@ -16,7 +16,7 @@ from paceline.nouns.profile import NOTHING_TO_RECOMPUTE, Profile
 from paceline.nouns.table import aligned
 from paceline.plan.memory import memory_of
 from paceline.plan.memory_table import communicators, holders, picture, servers_table, size, table
-from paceline.plan.oom_advice import FREE, WANTED, Change, Suggestion, cheapest, ways
+from paceline.plan.oom_advice import FREE, WANTED, Change, Suggestion, cheapest, ways, with_expandable_segments
 
 
 def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,16 +28,45 @@ def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", default="cpu", metavar="WORD", help="cpu (default), cuda, 16GB or a name such as V100-16GB"
     )
+    add_allocator_argument(parser)
+
+
+def add_allocator_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that says how torch's allocator is set on the GPU."""
+    parser.add_argument(
+        "--expandable-segments",
+        action="store_true",
+        help="the job will run with PYTORCH_ALLOC_CONF=expandable_segments:True",
+    )
+
+
+def read_device(text: str, arguments: argparse.Namespace) -> Device:
+    """Return a device, with the allocator that the arguments ask for.
+
+    Raises:
+        UsageError: --expandable-segments was given for a CPU.
+        PlanError: there is no such device.
+    """
+    device = Device.parse(text)
+    if not arguments.expandable_segments:
+        return device
+    if device.kind != "cuda":
+        raise UsageError(
+            "--expandable-segments without a GPU",
+            f"the device is {device.name}, and only a GPU's memory comes from torch's caching allocator",
+            "add --device 16GB, or a name such as V100-16GB, or leave --expandable-segments out",
+        )
+    return replace(device, expandable_segments=True)
 
 
 def check_memory_arguments(arguments: argparse.Namespace) -> Device:
     """Return the device.
 
     Raises:
-        UsageError: --explain-oom was given without a device whose memory is known.
+        UsageError: --explain-oom was given without a device whose memory is known, or --expandable-segments for a CPU.
         PlanError: there is no such device.
     """
-    device = Device.parse(arguments.device)
+    device = read_device(arguments.device, arguments)
     if arguments.explain_oom and device.memory is None:
         raise UsageError(
             "can't search for ways to save memory",
@@ -71,7 +100,7 @@ def explain_profiles(
 ) -> tuple[dict[str, Any], list[str], list[str]]:
     """Return the memory that some ranks' profiles show, for programs and for people, and what people should know."""
     capacity = device.capacity(communicators(plan))
-    memories = [memory_of(profile, capacity) for profile in profiles]
+    memories = [memory_of(profile, capacity, device.expandable_segments) for profile in profiles]
     largest = max(range(len(memories)), key=lambda index: memories[index].peak)
     lines = [
         *table(memories, device, communicators(plan)), "",
@@ -80,6 +109,7 @@ def explain_profiles(
         *picture(profiles[largest]),
     ]  # fmt: skip
     report: dict[str, Any] = {"device": device.name, "ranks": [memory.to_json() for memory in memories]}
+    report["expandable_segments"] = device.expandable_segments
     if profiles[largest].servers:
         report["servers"] = profiles[largest].servers
     notices: list[str] = []
@@ -123,7 +153,7 @@ def _ways_out(plan: Plan, command_line: Sequence[str], device: Device, profiles:
     waiting: dict[str, list[Change]] = {}
     for way in ways(plan, profiles[0].micro_batch, profiles[0].precision, device.has_bf16):
         waiting.setdefault(way.kind, []).append(way)
-    fitting: list[tuple[Change, int, float]] = []
+    fitting = by_allocator(plan, profiles, device)
     while waiting and (len(fitting) < WANTED or FREE in waiting):
         mildest = [ways_of_kind.pop(0) for ways_of_kind in waiting.values()]
         fitting += _tried(mildest, command_line, device)
@@ -151,13 +181,34 @@ def _tried(
         profiles = [answer for answer in rank_answers if isinstance(answer, Profile)]
         if len(profiles) < len(rank_answers) or any(_changes_nothing(profile) for profile in profiles):
             continue  # this workload can't be changed so: too few samples, no blocks to recompute
-        capacity = device.capacity(communicators(way.plan))
-        memories = [memory_of(profile, capacity) for profile in profiles]
-        if not any(memory.is_too_large for memory in memories):
-            largest = max(memory.reserved or 0 for memory in memories)
-            needed = largest + device.beside(communicators(way.plan))
-            fitting.append((way, min(needed, device.memory or needed), flops_of(way.plan, profiles)))
+        needed = needed_if_it_fits(way.plan, profiles, device)
+        if needed is not None:
+            fitting.append((way, needed, flops_of(way.plan, profiles)))
     return fitting
+
+
+def by_allocator(plan: Plan, profiles: Sequence[Profile], device: Device) -> list[tuple[Change, int, float]]:
+    """Return expandable segments as a change, if the plan fits with them: what it lacks is then only in fragments.
+
+    Args:
+        plan: that does not fit.
+        profiles: of its ranks; blocks of memory are asked for in the same order, so no step is simulated anew.
+        device: as it is.
+    """
+    if device.expandable_segments:
+        return []
+    needed = needed_if_it_fits(plan, profiles, replace(device, expandable_segments=True))
+    return [] if needed is None else [(with_expandable_segments(plan), needed, flops_of(plan, profiles))]
+
+
+def needed_if_it_fits(plan: Plan, profiles: Sequence[Profile], device: Device) -> int | None:
+    """Return the bytes of the device that the largest of a plan's ranks needs; None if one does not fit."""
+    capacity = device.capacity(communicators(plan))
+    memories = [memory_of(profile, capacity, device.expandable_segments) for profile in profiles]
+    if any(memory.is_too_large for memory in memories):
+        return None
+    needed = max(memory.reserved or 0 for memory in memories) + device.beside(communicators(plan))
+    return min(needed, device.memory or needed)
 
 
 def _changes_nothing(profile: Profile) -> bool:

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cli.plan_flags import OWN_ARGUMENTS, RUNS, add_plan_arguments, plan_request, print_notice
-from paceline.cli.plan_memory import notices_of
+from paceline.cli.plan_memory import add_allocator_argument, notices_of, read_device
 from paceline.launch.describe_workload import describe_workload
 from paceline.launch.plan_choice import choose_plan
 from paceline.launch.profile_workload import ProfileRequest, profile_workload
 from paceline.launch.workload_file import read_workload_file
-from paceline.nouns.device import Device
 from paceline.nouns.errors import UsageError, WorkloadError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
@@ -46,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="WORD",
         help="cpu, cuda, 16GB or a name such as V100-16GB (default cpu; with --job, the run's)",
     )
+    add_allocator_argument(parser)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the profile there, as JSON")
     parser.add_argument("--job", metavar="JOB", help="of a run's plan; keep it there, beside what the job measures")
     parser.add_argument("--runs", type=Path, metavar="DIR", help="where the run of --job is kept (default runs)")
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan = (
         choose_plan(plan_request(arguments), print_notice) if of_run is None else Plan.read(of_run.folder / "plan.json")
     )
-    device = Device.parse(arguments.device or _device_of(of_run, arguments.rank))
+    device = read_device(arguments.device or _device_of(of_run, arguments.rank), arguments)
     if not 0 <= arguments.rank < plan.world_size:
         raise UsageError(
             f"the plan {plan.mesh} has no rank {arguments.rank}",
@@ -81,10 +81,11 @@ def run(arguments: argparse.Namespace) -> int:
     if of_run is not None:
         path = write_prediction(of_run.folder, predict(profile, _layout(plan, [str(file.path), *own_arguments])))
         print(f"paceline profile: kept in {path}", file=sys.stderr)
-    memory = memory_of(profile, device.capacity(communicators(plan)))
+    memory = memory_of(profile, device.capacity(communicators(plan)), device.expandable_segments)
     if arguments.json:
         sums = {"flops": profile.flops, "traffic": profile.traffic, "notices": notices_of(profile, device)}
-        print(json.dumps({"plan": profile.plan, "device": device.name, **sums, "memory": memory.to_json()}))
+        facts = {"plan": profile.plan, "device": device.name, "expandable_segments": device.expandable_segments}
+        print(json.dumps({**facts, **sums, "memory": memory.to_json()}))
         return 0
     lines = [*table([memory], device, communicators(plan)), "", *holders(memory), "", *picture(profile), ""]
     print("\n".join([*lines, *_work(profile)]))

@@ -67,11 +67,13 @@ class Device:
         name: as it was asked for.
         kind: "cpu" or "cuda".
         memory: bytes that a process can have; None where that is not asked.
+        expandable_segments: torch's allocator has them there (PYTORCH_ALLOC_CONF=expandable_segments:True).
     """
 
     name: str
     kind: str
     memory: int | None
+    expandable_segments: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Device:

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.nouns.profile import BUFFERS, KINDS, PARAMETERS, Profile, Recording
-from paceline.plan.allocator import OutOfMemoryError, play
+from paceline.plan.allocator import CachingAllocator, OutOfMemoryError, play
+from paceline.plan.expandable_segments import ExpandableSegments
 
 HOLDERS = 10  # are listed
 
@@ -56,12 +57,13 @@ class Memory:
         return asdict(self)
 
 
-def memory_of(profile: Profile, capacity: int | None = None) -> Memory:
+def memory_of(profile: Profile, capacity: int | None = None, expandable_segments: bool = False) -> Memory:
     """Return the memory of a profile.
 
     Args:
         profile: of one rank's step.
         capacity: bytes that the caching allocator may reserve; only for a profile of a GPU's operations.
+        expandable_segments: the caching allocator has them; a profile of a CPU's operations has no such allocator.
     """
     recording = profile.recording
     live = 0
@@ -75,7 +77,7 @@ def memory_of(profile: Profile, capacity: int | None = None) -> Memory:
         if number >= recording.last_step and live > peak:
             peak = live
             peak_event = number
-    reserved, is_too_large = _reserved(profile, capacity)
+    reserved, is_too_large = _reserved(profile, capacity, expandable_segments)
     at_peak = living(recording, peak_event + 1)
     between_steps = living(recording, recording.last_step)
     return Memory(
@@ -122,17 +124,18 @@ def phase_at(recording: Recording, event: int) -> str:
     return name
 
 
-def _reserved(profile: Profile, capacity: int | None) -> tuple[int | None, bool]:
+def _reserved(profile: Profile, capacity: int | None, expandable_segments: bool) -> tuple[int | None, bool]:
     """Return what the allocator reserves of a GPU, as if it had room; and True if `capacity` is not enough."""
     if profile.device == "cpu":
         return None, False
     recording = profile.recording
     sizes = [block.nbytes for block in recording.blocks]
     streams = [block.stream for block in recording.blocks]
+    kind = ExpandableSegments if expandable_segments else CachingAllocator
     try:
-        return play(recording.events, sizes, streams, capacity).peak_reserved, False
+        return play(recording.events, sizes, streams, capacity, kind).peak_reserved, False
     except OutOfMemoryError:  # once more without a limit: people want to know by how much it is too large
-        return play(recording.events, sizes, streams).peak_reserved, True
+        return play(recording.events, sizes, streams, None, kind).peak_reserved, True
 
 
 def _by_kind(recording: Recording, alive: Sequence[int]) -> dict[str, int]:

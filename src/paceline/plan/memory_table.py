@@ -42,6 +42,7 @@ def table(memories: Sequence[Memory], device: Device, communicators: int) -> lis
         reserved = [memory.reserved or 0 for memory in memories]
         beside = device.beside(communicators)
         rows.append(("reserved by the allocator", *(size(nbytes) for nbytes in reserved)))
+        rows.append(("with expandable_segments", *[str(device.expandable_segments)] * len(memories)))
         rows.append(("CUDA context, NCCL (assumed)", *[size(beside)] * len(memories)))
         rows.append(("in all", *(size(nbytes + beside) for nbytes in reserved)))
     if device.memory is not None:

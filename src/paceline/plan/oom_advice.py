@@ -11,6 +11,7 @@ from paceline.nouns.plan import Plan
 
 WANTED = 3  # suggestions
 FREE = "micro-batch"  # the kind that costs neither devices nor computation
+ALLOCATOR = "allocator"  # the kind that changes only where blocks of memory are put
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +71,14 @@ class Suggestion:
         return ", ".join(costs) or "none"
 
     @property
-    def order(self) -> tuple[int, float, int, int]:
-        """The key to sort by, cheapest first: fewest devices, least computation, the largest micro-batch."""
-        return self.devices, round(self.flops, 2), -self.way.micro_batch_size, self.needed
+    def order(self) -> tuple[bool, int, float, int, int]:
+        """The key to sort by, cheapest first: a setting, fewest devices, least computation, the largest micro-batch."""
+        return self.way.kind != ALLOCATOR, self.devices, round(self.flops, 2), -self.way.micro_batch_size, self.needed
+
+
+def with_expandable_segments(plan: Plan) -> Change:
+    """Return the change that leaves plan and workload as they are, and gives torch's allocator expandable segments."""
+    return Change(ALLOCATOR, "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment", plan)
 
 
 def ways(plan: Plan, micro_batch: int, precision: str, has_bf16: bool | None = True) -> Iterator[Change]:
