@@ -119,7 +119,7 @@ def _held(job):
     parameters = list(job.model.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     parallel = job.parallel
-    gradients += parallel.summed.values()  # which it keeps until the next backward pass
+    gradients += [known.summed for known in parallel.known.values() if known.summed is not None]  # kept until the next
     reducers = [bucket.reducer for target in parallel.targets for bucket in target.replicate.buckets]
     reducers += [each.inside for each in reducers if isinstance(each, CastReducer)]
     reducers += [*parallel.reducers, parallel.stats.reducer]

@@ -368,7 +368,7 @@ def apart(rank, function, *arguments):
 
     def split_apart(parallel, optimizers):
         split(parallel, optimizers)
-        length = parallel.on_device.mine.numel()
+        length = parallel.on_device.length
         parallel.on_host = pieces._Message(parallel.comms.step, None, length, torch.device("cpu"))
 
     pieces.PiecewiseParallel.split = split_apart

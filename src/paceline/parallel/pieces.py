@@ -23,7 +23,7 @@ and was not wanted, comes on top.
 
 from __future__ import annotations
 
-import weakref
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -34,7 +34,7 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.comm.batch_norm import share_by
 from paceline.comm.collectives import AxisComm
-from paceline.comm.fully_shard import gathered, is_part, local
+from paceline.comm.fully_shard import gathered, is_part
 from paceline.comm.host_copy import HostCopy
 from paceline.comm.pytree import tensors_in
 from paceline.comm.reducer import Reducer, exact_reducer
@@ -44,6 +44,7 @@ from paceline.nouns.plan import Plan
 from paceline.nouns.shard_spec import LocalShard
 from paceline.nouns.workload import Workload
 from paceline.parallel.apply import Comms, Parallel, RankPlace
+from paceline.parallel.known_gradients import KnownGradient, NotedGradient
 from paceline.parallel.loss_scale import unscale
 from paceline.parallel.model_adapter import EagerAdapter
 from paceline.parallel.norm import global_norm, scale_gradients
@@ -52,7 +53,7 @@ from paceline.parallel.replicate.buffers import KeptBuffers
 from paceline.parallel.replicate.early import EarlySums, Foresight
 from paceline.parallel.replicate.strategy import Replicate
 from paceline.parallel.shard.owned_update import OwnedUpdates
-from paceline.parallel.step_stats import write_flags
+from paceline.parallel.step_stats import write_numbers
 
 if TYPE_CHECKING:
     from paceline.parallel.shard.loop_models import LoopShards, RowUpdates
@@ -134,6 +135,7 @@ class _Target:
         replicate: sums gradients of whole parameters over all ranks.
         parts: sums those of parts over the ranks that hold the same; None where nothing is in parts.
         updates: how the optimizer updates parts; None where nothing is.
+        known: what is known of the parameters' gradients.
     """
 
     def __init__(
@@ -145,24 +147,22 @@ class _Target:
         self.updates: RowUpdates | None = None
         self.early = EarlySums(replicate)
         self.is_summed = True  # there is nothing to sum
+        self.known: list[KnownGradient] = []
+        self.reported: list[tuple[KnownGradient, tuple[EarlySums, int]]] = []
+        self.reported_of: Mapping[torch.nn.Parameter, int] | None = None
+
+    def report_to_early(self, known: Mapping[torch.nn.Parameter, KnownGradient]) -> None:
+        """Begin sums in the backward pass, and have gradients reported that fill their buckets."""
+        places = self.early.begin()
+        if places is not self.reported_of:
+            self.reported = [(known[parameter], (self.early, number)) for parameter, number in places.items()]
+            self.reported_of = places
+        for each, place in self.reported:
+            each.early = place
 
     def sums(self) -> list[Replicate]:
         """Return what makes sums of the gradients."""
         return [self.replicate] if self.parts is None else [self.replicate, self.parts]
-
-
-class _Noted(NamedTuple):
-    """A gradient, as a backward pass left it."""
-
-    gradient: weakref.ref[torch.Tensor]
-    version: tuple[int, int]
-    norm: torch.Tensor | None  # of a part's, where torch's foreach functions change it without a new version
-
-    def is_unchanged(self, gradient: torch.Tensor) -> bool:
-        """True if the parameter's gradient is this one, with the same values."""
-        if self.gradient() is not gradient or self.version != _version(gradient):
-            return False
-        return self.norm is None or torch.equal(self.norm, local(gradient).norm())
 
 
 class _Message:
@@ -176,13 +176,31 @@ class _Message:
     """
 
     def __init__(self, comm: AxisComm, shared: SharedMemory | None, length: int, device: torch.device) -> None:
-        self.mine = torch.zeros(length, dtype=torch.float64, device=device)
+        self.length = length
         self.reducer = exact_reducer(comm, shared, length, torch.float64, device)
         self.unscaled = torch.ones((), dtype=torch.float64, device=device)
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin a message: all zeros."""
+        self.numbers = [0.0] * self.length
+        self.of_device: dict[int, torch.Tensor] = {}  # by place: what the host does not know
+
+    def write(self, place: int, value: torch.Tensor | float) -> None:
+        """Put one number of this rank in its place; a tensor of one number is not read."""
+        if isinstance(value, torch.Tensor):
+            self.of_device[place] = value
+        else:
+            self.of_device.pop(place, None)
+            self.numbers[place] = float(value)
 
     def begin(self) -> None:
         """Send this rank's numbers."""
-        self.reducer.inboxes[self.reducer.turn].copy_(self.mine)
+        inbox = self.reducer.inboxes[self.reducer.turn]
+        # What the host knows by one copy: each number by itself would be a kernel by itself.
+        write_numbers(inbox, self.numbers)
+        for place, value in self.of_device.items():
+            inbox[place].copy_(value)
         self.reducer.begin()
 
     def finish(self) -> torch.Tensor:
@@ -336,7 +354,7 @@ class PiecewiseParallel(Parallel):
             optimizers: of each, the parameters that it updates, by name.
         """
         self.targets = []
-        self.names: dict[torch.nn.Parameter, str] = {}
+        self.known: dict[torch.nn.Parameter, KnownGradient] = {}
         self.owned = OwnedUpdates(self.comms.axes["shard"], tuple(sorted(self.comms.axes["replicate"].peers)))
         self.hooks: list[RemovableHandle] = []
         self.is_in_backward = False
@@ -344,13 +362,8 @@ class PiecewiseParallel(Parallel):
         for parameters in optimizers:
             self.targets.append(self._target(parameters))
             self.owned.assign(parameters)
-            self._name(parameters)
-        # Trained in a backward pass whose gradients are not summed yet: they may have been frozen since.
-        self.unsummed: set[torch.nn.Parameter] = set()
+            self.targets[-1].known = self._name(parameters)
         self.is_doubtful = False  # this rank had a loss that is not finite, and has weight 0
-        self.noted: dict[torch.nn.Parameter, _Noted] = {}
-        # Gradients that are sums over the ranks, the same on all of them.
-        self.summed: dict[torch.nn.Parameter, torch.Tensor] = {}
         comm = self.comms.step
         self.ranks_at = _FIRST_RANK
         self.buffers_at = _FIRST_RANK + _PER_RANK * comm.size
@@ -364,7 +377,6 @@ class PiecewiseParallel(Parallel):
         self.unscaled = self.on_device.unscaled
         self.foresight = Foresight()
         self.early: list[_Target] = []  # sums that a backward pass has begun
-        self.reported: dict[torch.nn.Parameter, tuple[EarlySums, int]] = {}  # gradients that fill buckets
         self.is_mixed = False  # a backward pass has collectives of its own
         self.unread: list[tuple[Piece, Callable[[], list[float]]]] = []  # the sums, and last whether a loss is doubtful
         self.losses: list[Agreed] = []  # of the step's backward passes
@@ -394,7 +406,7 @@ class PiecewiseParallel(Parallel):
         for sums in before.sums():
             sums.close()
         self.targets[target - 1] = after
-        self._name(parameters)
+        after.known = self._name(parameters)
 
     def counts_samples(self, counts: bool) -> None:
         """Have forward passes count from here on; if not, they leave no trace in buffers, and only keep pace."""
@@ -437,20 +449,19 @@ class PiecewiseParallel(Parallel):
         loss = loss.reshape(())
         self._meet_on_host(piece)
         self._say(piece)
-        self._write(_WEIGHT, 0.0 if keeps_pace else weight)
-        is_left_out = (self.mine[_WEIGHT] == 0) & ~torch.isfinite(loss.detach())
-        loss = torch.where(is_left_out, 0.0, loss)
+        own_weight = 0.0 if keeps_pace else _of_host(weight)
+        is_left_out = None
+        if isinstance(own_weight, torch.Tensor) or own_weight == 0:
+            is_left_out = ~torch.isfinite(loss.detach()) & (own_weight == 0)
+            loss = torch.where(is_left_out, 0.0, loss)
         detached = loss.detach()
         if factor is not None:
             detached = detached / factor
-        self.mine[_LOSS] = self.mine[_WEIGHT] * detached
-        is_weight = torch.isfinite(self.mine[_WEIGHT]) & (self.mine[_WEIGHT] >= 0)
-        self.mine[self._place(_BAD)] = torch.where(is_weight, ~torch.isfinite(detached), _BAD_WEIGHT)
-        self.mine[self._place(_ALIKE)] = detached
-        own_weight = self.mine[_WEIGHT].clone()
-        if not self.counts_its_samples:
-            self._write(_WEIGHT, 0.0)
-            self._write(_LOSS, 0.0)
+        value = detached.double()
+        self._write(_WEIGHT, own_weight if self.counts_its_samples else 0.0)
+        self._write(_LOSS, own_weight * value if self.counts_its_samples else 0.0)
+        self._write(self._place(_BAD), _badness(value, own_weight))
+        self._write(self._place(_ALIKE), value)
         sums = self._sum()
         self.unread.append((piece, self._to_read(sums, is_left_out)))
         # A GPU is not waited for: what its ranks have said is read before the update.
@@ -579,7 +590,8 @@ class PiecewiseParallel(Parallel):
         self._write(self._place(_ALIKE), self._check_of(pieces) if pieces else 0.0)
         changed = self.buffers.find_changed()
         if any(changed):
-            write_flags(self.mine[self.buffers_at :], changed)
+            for place, flag in enumerate(changed, self.buffers_at):
+                self._write(place, flag)
         agreed = self._agree(piece)
         # Ranks of `tensor` change the same buffers: each change was counted by all of them.
         copies = self.comms.axes["tensor"].size
@@ -683,12 +695,12 @@ class PiecewiseParallel(Parallel):
 
     def named(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters that the optimizers update, by name."""
-        return {name: parameter for parameter, name in self.names.items()}
+        return {known.name: parameter for parameter, known in self.known.items()}
 
     def check_of_parameters(self) -> float:
         """Return a number that differs where a whole parameter differs in any bit, but for rare chances."""
         pieces = self._pieces()
-        whole = [parameter for parameter in self.names if parameter not in pieces and not is_part(parameter)]
+        whole = [parameter for parameter in self.known if parameter not in pieces and not is_part(parameter)]
         return self._check_of(whole)
 
     def _check_of(self, parameters: Iterable[torch.nn.Parameter]) -> float:
@@ -733,37 +745,39 @@ class PiecewiseParallel(Parallel):
         for hook in self.hooks:
             hook.remove()
 
-    def _name(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    def _name(self, parameters: Mapping[str, torch.nn.Parameter]) -> list[KnownGradient]:
         """Know parameters by their names, and hear of each backward pass that reaches them."""
         for name, parameter in parameters.items():
-            if parameter not in self.names:
-                was_trained = parameter.requires_grad
-                parameter.requires_grad_(True)  # torch registers hooks of no other
-                self.hooks.append(parameter.register_post_accumulate_grad_hook(self._gradient_is_here))
-                parameter.requires_grad_(was_trained)
-            self.names[parameter] = name
+            if parameter in self.known:
+                self.known[parameter].name = name
+                continue
+            self.known[parameter] = known = KnownGradient(parameter, name)
+            was_trained = parameter.requires_grad
+            parameter.requires_grad_(True)  # torch registers hooks of no other
+            self.hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._gradient_is_here, known)))
+            parameter.requires_grad_(was_trained)
+        return [self.known[parameter] for parameter in parameters.values()]
 
-    def _gradient_is_here(self, parameter: torch.nn.Parameter) -> None:
+    def _gradient_is_here(self, known: KnownGradient, parameter: torch.nn.Parameter) -> None:
         """Forget a gradient to which a backward pass of the loop's own has added this rank's samples."""
         if self.is_in_backward:
-            if parameter in self.reported:
-                early, bucket = self.reported[parameter]
+            if known.early is not None:
+                early, bucket = known.early
                 early.gradient_is_here(bucket)
         else:
-            self.noted.pop(parameter, None)
-            self.summed.pop(parameter, None)
+            known.noted = known.summed = None
             self.raw.add(parameter)
 
     def _check_left_out(self) -> None:
         if not self.is_doubtful:
             return
         self.is_doubtful = False
-        for parameter, name in self.names.items():
+        for parameter, known in self.known.items():
             gradient = local_gradient(parameter)
             if gradient is not None and not _values_of(gradient).isfinite().all():
                 raise LossError(
                     "a loss with weight 0 should leave gradients as they are",
-                    f"it is NaN or infinite on this rank, and so is the gradient of {name}",
+                    f"it is NaN or infinite on this rank, and so is the gradient of {known.name}",
                     "divide by the number of labels or by 1 if there are none: loss.sum() / count.clamp(min=1)",
                 )
 
@@ -777,14 +791,14 @@ class PiecewiseParallel(Parallel):
         for target in self.early:
             with self._as_trained(target):
                 target.replicate.begin_step(lambda: self.unscaled)
-            for parameter, bucket in target.early.begin().items():
-                self.reported[parameter] = target.early, bucket
+            target.report_to_early(self.known)
 
     def _end_early(self, calls: int) -> None:
         for target in self.early:
             target.early.end_backward()
             calls += len(target.replicate.buckets)
-        self.reported.clear()
+            for known in target.known:
+                known.early = None
         self.is_mixed = self._calls() != calls
 
     def _calls(self) -> int:
@@ -824,20 +838,20 @@ class PiecewiseParallel(Parallel):
                 for sums in target.sums():
                     sums.begin_step(lambda: self.unscaled)
                     sums.reduce_gradients()
-        self.unsummed.difference_update(target.parameters.values())
         target.is_summed = True
-        for parameter in target.parameters.values():
-            if parameter.grad is not None:
-                self.summed[parameter] = parameter.grad
+        for known in target.known:
+            known.is_unsummed = False
+            gradient = known.parameter.grad
+            if gradient is not None:
+                known.summed = gradient
 
     @contextmanager
     def _as_trained(self, target: _Target) -> Iterator[None]:
         """Count what was frozen since its backward pass among the trained parameters."""
         frozen = []
-        if self.unsummed:
-            for parameter in target.parameters.values():
-                if not parameter.requires_grad and parameter in self.unsummed:
-                    frozen.append(parameter)
+        for known in target.known:
+            if known.is_unsummed and not known.parameter.requires_grad:
+                frozen.append(known.parameter)
         try:
             for parameter in frozen:
                 parameter.requires_grad_(True)
@@ -848,53 +862,48 @@ class PiecewiseParallel(Parallel):
 
     def _count_once(self, target: _Target | None = None) -> None:
         """Keep a sum that the loop has not cleared on the first rank alone: the next sum counts it once."""
-        parameters = list(self.summed) if target is None else list(target.parameters.values())
-        for parameter in parameters:
-            summed = self.summed.pop(parameter, None)
-            if summed is None or parameter.grad is not summed:
+        for known in self.known.values() if target is None else target.known:
+            summed, known.summed = known.summed, None
+            if summed is None or known.parameter.grad is not summed:
                 continue
             # Of those that hold the same: of a part only its replicas do.
-            holders = self.comms.axes["replicate"] if is_part(parameter) else self.comms.data
+            holders = self.comms.axes["replicate"] if is_part(known.parameter) else self.comms.data
             if holders.rank > 0:
                 summed.zero_()
-            self.noted[parameter] = _noted(summed)
-            self.unsummed.add(parameter)
+            known.noted = NotedGradient.of(summed)
+            known.is_unsummed = True
 
     def _note(self) -> None:
         """Remember every gradient, to tell later whether something else has changed it."""
-        has_replicas = self.comms.axes["replicate"].size > 1
-        for parameter in self.names:
+        # Rows that no other rank has are sums already, so torch's clip_grad_norm_ is right on them.
+        may_have_parts = self.comms.axes["replicate"].size > 1 and self.parts is not None
+        for known in self.known.values():
+            parameter = known.parameter
             if parameter.requires_grad:
-                self.unsummed.add(parameter)
+                known.is_unsummed = True
             gradient = parameter.grad
             if gradient is not None:
-                # Rows that no other rank has are sums already, so torch's clip_grad_norm_ is right on them.
-                self.noted[parameter] = _noted(gradient, has_replicas and is_part(gradient))
+                known.noted = NotedGradient.of(gradient, may_have_parts and is_part(gradient))
 
     def _check_untouched(self, target: _Target) -> None:
-        for name, parameter in target.parameters.items():
+        for known in target.known:
+            parameter = known.parameter
             gradient = parameter.grad
-            if gradient is None or self.summed.get(parameter) is gradient:
+            if gradient is None or known.summed is gradient:
                 continue
-            noted = self.noted.get(parameter)
-            if noted is not None and noted.is_unchanged(gradient):
+            if known.noted is not None and known.noted.is_unchanged(gradient):
                 continue
             if target.is_summed and parameter not in self.raw:
-                self.summed[parameter] = gradient  # put in the sum's place
+                known.summed = gradient  # put in the sum's place
                 continue
             own = local_gradient(parameter)
             if own is None or not _values_of(own).count_nonzero():  # cleared by zero_grad(set_to_none=False)
                 continue
-            raise _made_elsewhere(name)
+            raise _made_elsewhere(known.name)
 
     def _place(self, number: int) -> int:
         """Return the place of one of this rank's numbers in the message."""
         return self.ranks_at + _PER_RANK * self.comms.step.rank + number
-
-    @property
-    def mine(self) -> torch.Tensor:
-        """Return this rank's message, to write into."""
-        return self.said.mine
 
     @property
     def reducers(self) -> list[Reducer]:
@@ -906,7 +915,7 @@ class PiecewiseParallel(Parallel):
         # A loss is the device's, and so is the digest of what models are called with under `tensor`.
         is_of_host = piece.call != BACKWARD and self.tensor is None
         self.said = self.on_host if is_of_host else self.on_device
-        self.mine.zero_()
+        self.said.clear()
         self._write(self._place(_CODE), piece.code)
         self._write(self._place(_CHECK), piece.check)
         if self.tensor is not None:
@@ -917,17 +926,13 @@ class PiecewiseParallel(Parallel):
         if self.on_host is self.on_device or self.comms.step.size == 1 or self.tensor is not None:
             return
         self.said = self.on_host
-        self.mine.zero_()
+        self.said.clear()
         self._write(self._place(_CODE), piece.code)
         self._write(self._place(_CHECK), piece.check)
         self._check_same(piece, self._by_rank(self._sum().tolist()))
 
     def _write(self, place: int, value: torch.Tensor | float) -> None:
-        """Write a number into this rank's message. A GPU is waited for where it is assigned, and not by `fill_`."""
-        if isinstance(value, torch.Tensor):
-            self.mine[place] = value
-        else:
-            self.mine[place].fill_(value)
+        self.said.write(place, value)
 
     def _agree(self, piece: Piece) -> Agreed:
         """Add up the ranks' messages, and check that all are at the same piece.
@@ -946,10 +951,12 @@ class PiecewiseParallel(Parallel):
     def _finish_sum(self) -> torch.Tensor:
         return self.said.finish()
 
-    def _to_read(self, sums: torch.Tensor, is_left_out: torch.Tensor) -> Callable[[], list[float]]:
+    def _to_read(self, sums: torch.Tensor, is_left_out: torch.Tensor | None) -> Callable[[], list[float]]:
         """Return what reads these numbers once they are there; a device goes on meanwhile with what comes after."""
         if sums.device.type == "cpu":
-            return lambda: [*sums.tolist(), float(is_left_out)]
+            return lambda: [*sums.tolist(), float(is_left_out or 0.0)]
+        if is_left_out is None:
+            is_left_out = sums.new_zeros(1)
         copy = HostCopy(sums.numel() + 1, sums.dtype, sums.device)
         numbers = torch.cat([sums, is_left_out.reshape(1)])
         copy.begin(lambda: numbers)
@@ -1046,6 +1053,21 @@ def _drop_unless_needed(shard: Shard, model: torch.nn.Module, inputs: Any, outpu
         shard.reshard()
 
 
+def _of_host(weight: torch.Tensor | float) -> torch.Tensor | float:
+    """Return a weight as a number if the host may read it without waiting, else as a tensor of float64."""
+    if not isinstance(weight, torch.Tensor):
+        return weight
+    return float(weight) if weight.device.type == "cpu" else weight.double()
+
+
+def _badness(loss: torch.Tensor, weight: torch.Tensor | float) -> torch.Tensor | float:
+    """Return what is wrong with a loss and its weight: 0, 1 for the loss, `_BAD_WEIGHT` for the weight."""
+    if not isinstance(weight, torch.Tensor):
+        return ~torch.isfinite(loss) if 0 <= weight < math.inf else _BAD_WEIGHT
+    is_weight = torch.isfinite(weight) & (weight >= 0)
+    return torch.where(is_weight, ~torch.isfinite(loss), _BAD_WEIGHT)
+
+
 def _values_of(gradient: torch.Tensor) -> torch.Tensor:
     """Return the numbers that a gradient has: of a sparse one those of its rows."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
@@ -1059,15 +1081,6 @@ def _made_elsewhere(name: str) -> UsageError:
         "write job.backward(loss) in place of loss.backward(), job.clip(max_norm) in place of "
         "clip_grad_norm_, and call job.gradients() before other changes",
     )
-
-
-def _noted(gradient: torch.Tensor, has_norm: bool = False) -> _Noted:
-    norm = local(gradient).norm() if has_norm else None
-    return _Noted(weakref.ref(gradient), _version(gradient), norm)
-
-
-def _version(gradient: torch.Tensor) -> tuple[int, int]:
-    return gradient._version, local(gradient)._version
 
 
 def _shown(code: int) -> str:

@@ -86,7 +86,7 @@ class StepStatsReducer:
         # On a GPU neither waits for the device, as an assignment of a number or of memory that is not pinned does.
         self.mine[_STOP].fill_(is_stopping)
         if any(changed):
-            write_flags(self.mine[_FIRST_RANK + self.comm.size :], changed)
+            write_numbers(self.mine[_FIRST_RANK + self.comm.size :], changed)
         self.reducer.inboxes[self.reducer.turn].copy_(self.mine)
         self.reducer.begin()
         if self.copy is not None:
@@ -116,7 +116,7 @@ class StepStatsReducer:
         return StepStats(loss, weight, stop > 0, bad_ranks, [round(count) for count in changed])
 
 
-def write_flags(into: torch.Tensor, flags: Sequence[int]) -> None:
+def write_numbers(into: torch.Tensor, numbers: Sequence[float]) -> None:
     """Write numbers of the host into a tensor, without waiting where that is a GPU's."""
-    numbers = torch.tensor(flags, dtype=into.dtype, pin_memory=into.is_cuda)
-    into.copy_(numbers, non_blocking=True)
+    of_host = torch.tensor(numbers, dtype=into.dtype, pin_memory=into.is_cuda)
+    into.copy_(of_host, non_blocking=True)

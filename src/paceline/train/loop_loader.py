@@ -19,7 +19,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from paceline.nouns.errors import UsageError, WorkloadError
@@ -28,6 +37,8 @@ from paceline.train.data_workers import ends_with_rank
 from paceline.train.seed import cpu_random_state, kept_random_state, seed_sample, set_cpu_random_state
 
 _SAMPLER, _DATA, _WORKERS, _COLLATE = range(4)  # random streams of a pass
+# These draw from torch's generators. A class made from one of them may draw from others.
+_SAMPLERS_OF_TORCH = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class Part(NamedTuple):
@@ -257,7 +268,8 @@ def _load_stream(loader: DataLoader[Any], place: Place, skip: int) -> Iterator[P
 def _indices(loader: DataLoader[Any], place: Place) -> Iterator[list[Any]]:
     """Yield the indices of each batch of a pass, as the user's batch sampler gives them."""
     sampler: Any = loader.batch_sampler
-    for batch in _in_stream(lambda: iter(sampler), place, _SAMPLER):
+    draws_by_torch = type(sampler) is BatchSampler and type(sampler.sampler) in _SAMPLERS_OF_TORCH
+    for batch in _in_stream(lambda: iter(sampler), place, _SAMPLER, draws_by_torch):
         yield list(batch)
 
 
@@ -335,24 +347,27 @@ class _CollatePart:
         return batch, len(own), len(samples), not own
 
 
-def _in_stream(make: Callable[[], Iterator[Any]], place: Place, stream: int) -> Iterator[Any]:
+def _in_stream(
+    make: Callable[[], Iterator[Any]], place: Place, stream: int, draws_by_torch: bool = False
+) -> Iterator[Any]:
     """Yield what an iterator does, with random numbers of its own: what the loop draws between two items is no part.
 
     Args:
         make: makes the iterator, and may draw from them too.
         place: the seed and the pass.
         stream: which of the pass's random streams.
+        draws_by_torch: the iterator draws from torch's generator alone.
     """
     with kept_random_state():
         seed_sample(place.seed, place.number, stream)
         items = make()
-        state = cpu_random_state()
+        state = cpu_random_state(draws_by_torch)
     while True:
-        with kept_random_state():
+        with kept_random_state(draws_by_torch):
             set_cpu_random_state(state)
             try:
                 item = next(items)
             except StopIteration:
                 return
-            state = cpu_random_state()
+            state = cpu_random_state(draws_by_torch)
         yield item

@@ -40,12 +40,14 @@ class CpuRandomState(NamedTuple):
     """The states of the CPU's random generators: torch's, Python's and, where it is in use, numpy's."""
 
     torch: torch.Tensor
-    python: tuple[Any, ...]
+    python: tuple[Any, ...] | None
     numpy: Any
 
 
-def cpu_random_state() -> CpuRandomState:
-    """Return the states as they are now."""
+def cpu_random_state(draws_by_torch: bool = False) -> CpuRandomState:
+    """Return the states as they are now; of what draws by torch alone that of torch: numpy's takes most of the time."""
+    if draws_by_torch:
+        return CpuRandomState(torch.get_rng_state(), None, None)
     # Not imported here: where nothing else has, nothing draws from it.
     numpy: Any = sys.modules.get("numpy")
     return CpuRandomState(torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None)
@@ -54,15 +56,16 @@ def cpu_random_state() -> CpuRandomState:
 def set_cpu_random_state(state: CpuRandomState) -> None:
     """Go back to an earlier state."""
     torch.set_rng_state(state.torch)
-    random.setstate(state.python)
+    if state.python is not None:
+        random.setstate(state.python)
     if state.numpy is not None:
         sys.modules["numpy"].random.set_state(state.numpy)
 
 
 @contextmanager
-def kept_random_state() -> Iterator[None]:
-    """Leave the CPU's random generators as they were found."""
-    state = cpu_random_state()
+def kept_random_state(draws_by_torch: bool = False) -> Iterator[None]:
+    """Leave the CPU's random generators as they were found; of code that draws by torch alone, torch's."""
+    state = cpu_random_state(draws_by_torch)
     try:
         yield
     finally:

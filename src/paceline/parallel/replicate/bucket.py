@@ -30,11 +30,21 @@ class Bucket:
     results: list[torch.Tensor]  # by parameter: views of the outbox, which become the gradients
     filled: set[int] = field(default_factory=set)  # parameters whose gradient is in the inbox
     is_sent: bool = False
+    has_parts: bool = field(init=False)  # some parameter is one rank's part of it
+
+    def __post_init__(self) -> None:
+        self.has_parts = any(local(parameter) is not parameter for parameter in self.parameters)
 
     @property
     def flags(self) -> int:
         """Return where in the flat tensor the numbers that say who has a gradient begin."""
         return self.reducer.outbox.numel() - len(self.parameters)
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Return this rank's part of each parameter's gradient; None where there is none."""
+        if self.has_parts:
+            return [local_gradient(parameter) for parameter in self.parameters]
+        return [parameter.grad for parameter in self.parameters]
 
     def clear(self) -> None:
         """Begin a step: nobody has a gradient yet."""
@@ -75,13 +85,18 @@ class Bucket:
 
     def send(self) -> None:
         """Zero what has no gradient on this rank, and start the sum."""
-        flags = torch.ones(len(self.parameters), dtype=self.reducer.outbox.dtype)
-        for index in range(len(self.parameters)):
-            # Else the inbox still has the gradient of the step that filled it last.
-            if index not in self.filled:
-                flags[index] = 0
-                self.slices[self.reducer.turn][index].zero_()
-        self.reducer.inboxes[self.reducer.turn][self.flags :].copy_(flags, non_blocking=True)
+        here = self.reducer.inboxes[self.reducer.turn][self.flags :]
+        if len(self.filled) == len(self.parameters):
+            here.fill_(1)
+        else:
+            flags = torch.zeros(len(self.parameters), dtype=here.dtype)
+            for index in range(len(self.parameters)):
+                if index in self.filled:
+                    flags[index] = 1
+                else:
+                    # Else the inbox still has the gradient of the step that filled it last.
+                    self.slices[self.reducer.turn][index].zero_()
+            here.copy_(flags, non_blocking=True)
         self.is_sent = True
         self.reducer.begin()
 
@@ -100,7 +115,10 @@ class Bucket:
             # The flags are summed and scaled like the gradients, so only zero or not has a meaning.
             ranks_with_gradient = self.reducer.outbox[self.flags :].tolist()
         for parameter, result, ranks in zip(self.parameters, self.results, ranks_with_gradient, strict=True):
-            set_local_gradient(parameter, result if ranks else None)
+            if self.has_parts:
+                set_local_gradient(parameter, result if ranks else None)
+            else:
+                parameter.grad = result if ranks else None
 
 
 def local_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:

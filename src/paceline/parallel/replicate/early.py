@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from paceline.parallel.replicate.bucket import Bucket, local_gradient
+from paceline.parallel.replicate.bucket import Bucket
 from paceline.parallel.replicate.buffers import sums_of
 from paceline.parallel.replicate.strategy import Replicate
 
@@ -101,6 +101,7 @@ class EarlySums:
         self.is_arrived = False
         self.is_kept = False
         self.compared = 0
+        self.numbers: dict[torch.nn.Parameter, int] = {}  # of the buckets that are reported
 
     @property
     def is_possible(self) -> bool:
@@ -111,9 +112,14 @@ class EarlySums:
         """Begin a backward pass; `replicate.begin_step` was called.
 
         Returns:
-            The parameters whose gradients are to be reported by `gradient_is_here`, with their buckets' numbers.
+            The parameters whose gradients are to be reported by `gradient_is_here`, with their buckets' numbers; the
+            same object as long as the buckets are the same.
         """
-        self.buckets = self.replicate.buckets
+        if self.buckets is not self.replicate.buckets:
+            self.buckets = self.replicate.buckets
+            # The last bucket is complete when the backward pass ends.
+            numbered = enumerate(self.buckets[:-1])
+            self.numbers = {parameter: number for number, bucket in numbered for parameter in bucket.parameters}
         self.is_begun = True
         self.is_arrived = False
         self.is_kept = False
@@ -121,11 +127,7 @@ class EarlySums:
         self.waiting = [len(bucket.parameters) for bucket in self.buckets]
         for bucket in self.buckets:
             self.is_kept |= _free_outbox(bucket)
-        # The last bucket is complete when the backward pass ends.
-        reported = {}
-        for number, bucket in enumerate(self.buckets[:-1]):
-            reported.update(dict.fromkeys(bucket.parameters, number))
-        return reported
+        return self.numbers
 
     def gradient_is_here(self, number: int) -> None:
         """Start the sum of a bucket that has all its gradients, and of those after it."""
@@ -150,9 +152,9 @@ class EarlySums:
     def is_current(self) -> bool:
         """True if gradients are still those of which the sums are."""
         for bucket, sent in zip(self.buckets, self.sent, strict=True):
-            gradients = [local_gradient(parameter) for parameter in bucket.parameters]
+            gradients = bucket.gradients()
             for gradient, then, version in zip(gradients, sent.gradients, sent.versions, strict=True):
-                if gradient is not then or _version(gradient) != version:
+                if gradient is not then or (then is not None and then._version != version):
                     return False
             # Writes through `.data` pass the version.
             for index, values in sent.prints.items():
@@ -177,11 +179,12 @@ class EarlySums:
     def _send(self) -> None:
         """Copy the gradients of the next bucket, and start its sum."""
         bucket = self.buckets[len(self.sent)]
-        gradients = [local_gradient(parameter) for parameter in bucket.parameters]
+        gradients = bucket.gradients()
         # What is there and can't be summed is found as one that the sum is not of.
         summed = [None if gradient is None or gradient.is_sparse else gradient for gradient in gradients]
         bucket.fill_all(summed, self.replicate.scale() if bucket.reducer.is_scaled_first else None)
-        self.sent.append(_Sent(summed, [_version(gradient) for gradient in summed], self._prints(summed)))
+        versions = [0 if gradient is None else gradient._version for gradient in summed]
+        self.sent.append(_Sent(summed, versions, self._prints(summed)))
         bucket.send()
 
     def _prints(self, gradients: list[torch.Tensor | None]) -> dict[int, torch.Tensor]:
@@ -199,10 +202,6 @@ class EarlySums:
 def _print_of(gradient: torch.Tensor) -> torch.Tensor:
     """Return numbers that change when a gradient does; of a short one the gradient."""
     return gradient.detach() if gradient.numel() <= _SHORT else sums_of(gradient)
-
-
-def _version(gradient: torch.Tensor | None) -> int:
-    return 0 if gradient is None else gradient._version
 
 
 def _free_outbox(bucket: Bucket) -> bool:

@@ -204,11 +204,12 @@ class Replicate:
     def _gradient_is_here(self, bucket: Bucket, index: int, parameter: torch.nn.Parameter) -> None:
         if self.is_last_backward:
             self._fill(parameter, bucket, index)
-            self._send_complete()
+            if len(bucket.filled) == len(bucket.parameters):
+                self._send_complete()
 
     def _fill(self, parameter: torch.nn.Parameter, bucket: Bucket, index: int) -> None:
         """Copy a parameter's gradient to its bucket."""
-        gradient = local_gradient(parameter)
+        gradient = local_gradient(parameter) if bucket.has_parts else parameter.grad
         if gradient is None:
             return
         if gradient.is_sparse:
