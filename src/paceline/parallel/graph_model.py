@@ -40,6 +40,7 @@ from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.nouns.plan import Plan
 from paceline.nouns.shard_spec import Cut, ShardSpec
 from paceline.parallel import expert
+from paceline.parallel.compiled_regions import CompiledRegions
 from paceline.parallel.context import as_first, emit_positions, layout_of
 from paceline.parallel.programs import Programs
 from paceline.parallel.recompute import nothing_recomputed, recomputed
@@ -124,6 +125,7 @@ class SplitModel:
     shared: SharedStatistics | None = None  # batch norm over the ranks with other samples of the same batch
     local: dict[str, torch.Tensor] = field(default_factory=dict)
     programs: Programs = field(default_factory=Programs)
+    regions: CompiledRegions = field(default_factory=CompiledRegions)  # of compile=on
     decided_by: tuple[Hashable, Captured] | None = None  # the graph that `decide` looked at, until it is built
     precision: torch.dtype | None = None  # that the graphs run under autocast to
     pieces: int = 1  # of each stage, where activations are recomputed
@@ -418,7 +420,7 @@ class SplitModel:
     def _runnable(self, module: fx.GraphModule) -> Callable[..., Any]:
         run: Callable[..., Any] = module
         if self.plan.compile == "on":
-            run = torch.compile(module)
+            run = self.regions.compile(module)
         return self.recompute(run)
 
     def recompute(self, run: Callable[..., Any]) -> Callable[..., Any]:

@@ -83,13 +83,6 @@ def _split(workload: Workload, comms: Comms, plan: Plan, device: torch.device, r
             "beside tensor, context or pipeline it stays on the rank's device",
             "leave offload out, or write shard alone",
         )
-    talking = [axis for axis in ("tensor", "context", "expert") if comms.axes[axis].size > 1]
-    if plan.compile == "on" and talking:
-        raise PlanError(
-            "torch.compile (compile=on)",
-            f"beside {talking[0]} the graphs hold collectives, which it can't take in",
-            "leave compile out, or use it with replicate, shard or pipeline",
-        )
     context, example, fake = run
     # Step 1: the model's form; its values are made in step 3, unless its factory can't be deferred.
     values, form = _values_and_form(workload, fake)
