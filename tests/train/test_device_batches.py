@@ -358,13 +358,24 @@ def comes(at_hand):
     return True
 
 
-def open_loader(workers=2, pins=True, count=1, **kind):
-    at_hand = AtHand(count)
-    loader = DataLoader(Drawn(**kind), batch_size=4, num_workers=workers, pin_memory=pins)
-    return at_hand, at_hand.of(iter(loader)), loader.dataset
+@pytest.fixture
+def open_loader(pinning):
+    """Begin loaders, whose processes end with the test."""
+    begun = []
+
+    def begin(workers=2, pins=True, count=1, **kind):
+        at_hand = AtHand(count)
+        loader = DataLoader(Drawn(**kind), batch_size=4, num_workers=workers, pin_memory=pins)
+        begun.append(at_hand.of(iter(loader)))
+        return at_hand, begun[-1], loader.dataset
+
+    yield begin
+    for each in begun:
+        if hasattr(each, "_shutdown_workers"):
+            each._shutdown_workers()
 
 
-def test_what_the_loaders_processes_have_made_is_at_hand(pinning):
+def test_what_the_loaders_processes_have_made_is_at_hand(open_loader):
     at_hand, batches, _ = open_loader(count=2)
     assert comes(at_hand)
     for _ in range(4):
@@ -376,7 +387,7 @@ def test_what_the_loaders_processes_have_made_is_at_hand(pinning):
     assert not at_hand.has_next()
 
 
-def test_a_batch_that_is_late_is_not_at_hand_whatever_comes_before_its_turn(pinning):
+def test_a_batch_that_is_late_is_not_at_hand_whatever_comes_before_its_turn(open_loader):
     at_hand, batches, dataset = open_loader(late=4)
     assert comes(at_hand)
     next(batches)
@@ -386,7 +397,7 @@ def test_a_batch_that_is_late_is_not_at_hand_whatever_comes_before_its_turn(pinn
     assert next(batches)[0, 0] == 4
 
 
-def test_an_error_is_not_at_hand(pinning):
+def test_an_error_is_not_at_hand(open_loader):
     at_hand, batches, _ = open_loader(workers=1, wrong=5)
     next(batches)
     while not batches._data_queue.qsize():
@@ -397,7 +408,7 @@ def test_an_error_is_not_at_hand(pinning):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_without_processes_or_pinned_memory_nothing_is_at_hand(pinning, workers):
+def test_without_processes_or_pinned_memory_nothing_is_at_hand(open_loader, workers):
     at_hand, batches, _ = open_loader(workers, pins=False)
     next(batches)
     if workers:
