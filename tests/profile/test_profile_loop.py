@@ -10,7 +10,16 @@ import pytest
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.loop_profile import LoopProfile
 from paceline.nouns.plan import Plan
-from paceline.nouns.profile import ACTIVATIONS, BUFFERS, COMMUNICATION, GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS
+from paceline.nouns.profile import (
+    ACTIVATIONS,
+    BUFFERS,
+    COMMUNICATION,
+    GATHERED,
+    GRADIENTS,
+    INPUTS,
+    OPTIMIZER,
+    PARAMETERS,
+)
 from paceline.plan.memory import memory_of
 
 from support.loop_steps import predicted, taken
@@ -166,6 +175,8 @@ def test_what_each_model_and_optimizer_takes(tmp_path):
 def test_for_a_gpu_its_allocator_is_played(tmp_path):
     profile = predicted(written(tmp_path), "replicate=2", device="cuda")
     memory = memory_of(profile.profile)
+    on_cpu = memory_of(predicted(written(tmp_path), "replicate=2").profile)
+    assert memory.at_peak[INPUTS] == 2 * on_cpu.at_peak[INPUTS]  # the next batch too
     assert memory.reserved >= memory.peak
     assert "attention is the CPU's" in profile.profile.notices[1]
     assert profile.profile.shared_bytes == 0

@@ -13,7 +13,7 @@ import paceline
 from paceline.bench import planner, planner_models
 from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.nouns.plan import Plan
-from paceline.nouns.profile import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS
+from paceline.nouns.profile import ACTIVATIONS, GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS
 from paceline.plan.memory import memory_of
 from paceline.profile.simulate import simulate
 
@@ -131,6 +131,18 @@ def test_of_many_micro_batches_two_are_enough():
     assert memory_of(brief).peak == memory_of(whole).peak
     assert brief.flops == whole.flops
     assert len(brief.recording.events) < len(whole.recording.events)
+
+
+@pytest.mark.parametrize(
+    ("device", "parts", "batches"),
+    [("cpu", {}, 1), ("cuda", {}, 2), ("cuda", {"micro_batch_size": 2}, 2), ("cuda", {"precision": "float64"}, 1)],
+    ids=str,
+)
+def test_a_gpu_has_the_next_batch_too(device, parts, batches):
+    workload = small(**parts)
+    memory = memory_of(simulate(workload, Plan(), device=device))
+    item_size = 8 if parts.get("precision") == "float64" else 4
+    assert memory.at_peak[INPUTS] == batches * 16 * 64 * item_size
 
 
 @pytest.mark.slow

@@ -1,13 +1,16 @@
 """A device that is not there: fake tensors are on it, and what a step does with them passes by a watch.
 
-torch takes a backend that is written in Python in the place of a vendor's. Its streams and events do nothing here, as
-nothing is computed. So a step's own code runs as on a GPU, up to what it would have to wait for.
+torch takes a backend that is written in Python in the place of a vendor's. Nothing is computed here: its streams note
+what they are given and what has to be done before it. So a step's own code runs as on a GPU, up to what it would have
+to wait for.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,17 +32,47 @@ READS = {
 }
 
 
+@dataclass(frozen=True)
+class Work:
+    """What a stream was given.
+
+    Attributes:
+        what: it does.
+        stream: the stream's number.
+        after: of each stream, how much of its work is done by the time that this is: this is the last of its own.
+    """
+
+    what: str
+    stream: int
+    after: dict[int, int]
+
+    def waits_for(self, other: Work) -> bool:
+        """True if the device does the other before this, whatever the speed of its streams."""
+        return self.after.get(other.stream, 0) >= other.after[other.stream]
+
+
 class Stream:
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        pass
+        STREAMS.append(self)
+        self.number = len(STREAMS)
+        self.after: dict[int, int] = {}
+
+    def give(self, what: str) -> None:
+        """Give it work."""
+        self.after[self.number] = self.after.get(self.number, 0) + 1
+        WORK.append(Work(what, self.number, dict(self.after)))
 
     def wait_stream(self, other: Any) -> None:
-        pass
+        self.wait_event(other.record_event())
 
-    wait_event = wait_stream
+    def wait_event(self, event: Any) -> None:
+        for number, count in event.after.items():
+            self.after[number] = max(count, self.after.get(number, 0))
 
     def record_event(self, event: Any = None) -> Any:
-        return event or Event()
+        event = event or Event()
+        event.record(self)
+        return event
 
     def synchronize(self) -> None:
         SEEN["a stream is waited for"] += 1
@@ -47,12 +80,13 @@ class Stream:
 
 class Event:
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        pass
+        self.after: dict[int, int] = {}
 
     def record(self, stream: Any = None) -> None:
-        pass
+        self.after = dict((stream or CURRENT[-1]).after)
 
-    wait = record
+    def wait(self, stream: Any = None) -> None:
+        (stream or CURRENT[-1]).wait_event(self)
 
     def query(self) -> bool:
         return True
@@ -65,8 +99,7 @@ class Backend:
     """What torch asks of a device's module."""
 
     Stream, Event = Stream, Event
-    stream = staticmethod(lambda stream: nullcontext())
-    current_stream = staticmethod(lambda device=None: Stream())
+    current_stream = staticmethod(lambda device=None: CURRENT[-1])
     is_available = staticmethod(lambda: True)
     is_initialized = staticmethod(lambda: True)
     device_count = staticmethod(lambda: 1)
@@ -80,11 +113,23 @@ class Backend:
     get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])
 
     @staticmethod
+    @contextmanager
+    def stream(stream: Stream) -> Iterator[None]:
+        CURRENT.append(stream)
+        try:
+            yield
+        finally:
+            CURRENT.pop()
+
+    @staticmethod
     def synchronize(device: Any = None) -> None:
         SEEN["the device is waited for"] += 1
 
 
 SEEN: Counter[str] = Counter()
+STREAMS: list[Stream] = []
+WORK: list[Work] = []  # in the order in which the host gave it
+CURRENT = [Stream()]  # the last one is
 
 
 def set_up() -> None:

@@ -14,7 +14,8 @@ import torch
 
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.workload import Workload
-from paceline.train.data import Batch, RankLoader, moved
+from paceline.train.data import Batch, RankLoader
+from paceline.train.device_batches import moved
 from paceline.train.seed import random_state, restore_random_state, seed_everything
 
 from support.ranks import run_ranks

@@ -17,7 +17,7 @@ from paceline.integrations.lightning_hooks import overrides, parameters_of
 from paceline.integrations.lightning_log import Log, kept_counts
 from paceline.nouns.errors import LossError, UsageError
 from paceline.nouns.parts import shown
-from paceline.train.data import moved
+from paceline.train.device_batches import moved
 from paceline.train.loop_loader import Place, load_pass
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from transformers.trainer_pt_utils import EvalLoopContainer, atleast_1d, find_ba
 
 from paceline.comm.pytree import map_tensors
 from paceline.integrations.trainer_loss import IGNORED
-from paceline.train.data import moved
 from paceline.train.data_workers import ends_with_rank
+from paceline.train.device_batches import moved
 from paceline.train.loop_job import LoopJob
 from paceline.train.seed import kept_random_state, seed_sample
 

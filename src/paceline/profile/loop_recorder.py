@@ -52,6 +52,7 @@ class LoopAllocations(Allocations):
         self.is_answering = False  # tensors have values
         self.loads_elsewhere = loads_elsewhere
         self.is_paused = False
+        self.following: list[torch.Tensor] = []
         self.earlier: set[int] = set()  # storages that were there before, such as the data
 
     @contextmanager
@@ -73,9 +74,16 @@ class LoopAllocations(Allocations):
     def note_batch(self, batch: Any) -> None:
         """Enter a batch, without tensors that are a view of something larger, such as the whole data set."""
         self.phase = FORWARD
+        own = []
         for tensor in _tensors(batch):
             if tensor.layout == torch.strided and tensor.untyped_storage().nbytes() <= tensor.nbytes:
                 self.note_all([("batch", tensor)], INPUTS)
+                own.append(tensor)
+        if not self.loads_elsewhere:
+            return
+        with self.paused():  # the batch after this one, which comes to a GPU meanwhile
+            self.following = [torch.empty_like(tensor) for tensor in own]
+        self.note_all((("batch", tensor) for tensor in self.following), INPUTS)
 
     def enter_module(self, path: str) -> None:
         """Count operations from here on to this module: it is called in a forward pass."""

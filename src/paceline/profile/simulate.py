@@ -126,6 +126,8 @@ class SimulatedStep:
         placed = self._place_model(assembly)
         loader = assembly.loader
         self.batch = next(loader.training(0, loader.order(workload.batch_size).batch_at(0).stop))
+        self.current: list[Any] = []  # a GPU's micro-batches of this step,
+        self.ahead: list[Any] = []  # and those of the next, which come meanwhile
         self.times = 1.0  # how often what is simulated happens in a step
         if how.is_brief and len(self.batch.microbatches) > BRIEF and self.mesh.size("pipeline") == 1:
             self.times = len(self.batch.microbatches) / BRIEF
@@ -174,12 +176,24 @@ class SimulatedStep:
             microbatches = self.batch.microbatches
             if self.mode is not None:
                 microbatches = [map_tensors(batch, self._as_placed) for batch in microbatches]
+            if self.asked_device != "cpu" and self.workload.precision != "float64":
+                microbatches = self._look_ahead(microbatches)
             for batch in microbatches:
                 self._note_batch(batch)
             count = round(len(microbatches) / self.times)
             longest = round(self.batch.longest / self.times)
             train_step(microbatches[:count], self.parallel, self.optimizer, (False, longest))
         self._name_what_stays()
+
+    def _look_ahead(self, microbatches: list[Any]) -> list[Any]:
+        """Allocate the next step's micro-batches, as `train/device_batches.py` does; return this step's."""
+        following = [map_tensors(batch, torch.empty_like) for batch in microbatches]
+        for batch in following:
+            self._note_batch(batch)
+        # The batch of the step before goes only now: a loop's variable holds it until it has the next.
+        is_first = not self.ahead or self.mode is None  # where tensors have values, the same batch comes each time
+        self.current, self.ahead = microbatches if is_first else self.ahead, following
+        return self.current
 
     def _as_placed(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor without values, on the step's device."""

@@ -37,7 +37,8 @@ from paceline.parallel.micro_batches import checked_loss
 from paceline.parallel.model_adapter import EagerAdapter, ModelAdapter
 from paceline.train.bystanders import Bystanders, ModuleState, ReachedError
 from paceline.train.compiler_import import defer_compiler_import
-from paceline.train.data import RankLoader, Trial, moved
+from paceline.train.data import RankLoader, Trial
+from paceline.train.device_batches import moved
 from paceline.train.grouped_float64 import grouped_products_in_float64
 from paceline.train.same_draws import SameDraws
 from paceline.train.seed import kept_random_state, seed_sample

@@ -21,7 +21,8 @@ from paceline.nouns.order import DataOrder, cut, share
 from paceline.nouns.parts import check_data, is_stream
 from paceline.nouns.plan import Plan
 from paceline.nouns.workload import Workload
-from paceline.train.data_workers import ends_with_rank
+from paceline.train.data_workers import AtHand, ends_with_rank
+from paceline.train.device_batches import on_device
 from paceline.train.seed import kept_random_state, random_state, seed_sample
 from paceline.train.stream import as_stream
 
@@ -237,6 +238,16 @@ class RankLoader:
         yield from self._load(order, 0, len(self.data), EVALUATION)
 
     def _load(self, order: DataOrder, position: int, end: int, *stream: int) -> Iterator[Batch]:
+        at_hand = AtHand(len(self.pieces(range(order.batch_size))))
+        loaded = self._on_host(order, position, end, stream, at_hand)
+        for positions, batch in on_device(loaded, self.device, self.workload.precision == "float64", at_hand):
+            longest = len(self.pieces(positions, 0))  # part 0 is never smaller than another
+            yield Batch(batch.take(), positions, longest)
+
+    def _on_host(
+        self, order: DataOrder, position: int, end: int, stream: tuple[int, ...], at_hand: AtHand
+    ) -> Iterator[tuple[range, list[Any]]]:
+        """Yield the positions of every global batch, and this rank's micro-batches of it as they are loaded."""
         workers = self.workload.loader_workers
         # One for the whole training: worker processes start once, and load ahead across steps and epochs.
         loader = DataLoader(
@@ -248,8 +259,7 @@ class RankLoader:
             generator=torch.Generator(),  # its own, so that making a loader leaves the model's random numbers alone
             pin_memory=self.device.type == "cuda",
         )
-        batches = _started(loader)
-        to_float64 = self.workload.precision == "float64"
+        batches = at_hand.of(_started(loader))
         for positions in order.batches(position, end):
             # The sampler yields in the same order as this loop asks.
             pieces = self.pieces(positions)
@@ -258,9 +268,7 @@ class RankLoader:
             else:  # the data set's code runs in this process, and is not to touch the model's random numbers
                 with kept_random_state():
                     loaded = [next(batches) for _ in pieces]
-            microbatches = [moved(batch, self.device, to_float64) for batch in loaded]
-            longest = len(self.pieces(positions, 0))  # part 0 is never smaller than another
-            yield Batch(microbatches, positions, longest)
+            yield positions, loaded
 
     def pieces(self, batch: range, part: int | None = None) -> list[range]:
         """Return the positions of a part's micro-batches of a global batch; this rank's if `part` is None."""
@@ -364,16 +372,6 @@ def cut_without_changing(plan: Plan, micro_batches: int, coupling: str) -> int:
     if coupling and micro_batches and not plan.micro_batches:
         return 1
     return micro_batches
-
-
-def moved(batch: Any, device: torch.device, to_float64: bool) -> Any:
-    """Return `batch` with its tensors on `device`; floating ones in float64 if `to_float64`."""
-
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        is_widened = to_float64 and tensor.is_floating_point()
-        return tensor.to(device, torch.float64 if is_widened else None, non_blocking=True)
-
-    return map_tensors(batch, move)
 
 
 def open_data(name: str, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Begin the worker processes of a DataLoader, so that none outlives its rank."""
+"""The worker processes of a DataLoader: none outlives its rank, and what they have made can be asked for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import multiprocessing
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+
+from torch._utils import ExceptionWrapper
+from torch.utils.data._utils.worker import _IterableDatasetStopIteration
 
 Begin = Callable[[int], Any]
 
@@ -31,3 +34,42 @@ def _begin(rank_process: int, begin: Begin | None, worker: int) -> None:
         os._exit(1)
     if begin is not None:
         begin(worker)
+
+
+_Batches = TypeVar("_Batches")
+
+
+class AtHand:
+    """Says whether a DataLoader can give its next batches without a wait.
+
+    torch has no call for it, so this looks into the iterator of a loader with worker processes and pinned memory
+    (torch 2.11 to 2.13). Where that is another, nothing is ever at hand.
+
+    Args:
+        count: how many batches of the DataLoader are wanted at a time.
+    """
+
+    def __init__(self, count: int = 1) -> None:
+        self.count = count
+        self.batches: Any = None
+
+    def of(self, batches: _Batches) -> _Batches:
+        """Look at a loader's iterator from here on; return it."""
+        self.batches = batches
+        return batches
+
+    def has_next(self) -> bool:
+        """True if the next batches are there; False too if one of them is an error or the end."""
+        tasks = getattr(self.batches, "_task_info", None)  # by number: a worker, and what it made if it came too early
+        first = getattr(self.batches, "_rcvd_idx", None)
+        # Filled by the thread that pins memory. Without that thread it is a queue between processes, and can't be read.
+        waiting = getattr(getattr(self.batches, "_data_queue", None), "queue", None)
+        if tasks is None or first is None or waiting is None:
+            return False
+        there = dict(waiting.copy())
+        there.update((number, task[1]) for number, task in tasks.items() if len(task) == 2)
+        return all(_is_made(there.get(number)) for number in range(first, first + self.count))
+
+
+def _is_made(batch: Any) -> bool:
+    return batch is not None and not isinstance(batch, ExceptionWrapper | _IterableDatasetStopIteration)

@@ -39,7 +39,8 @@ from paceline.train.best import BEST, Best
 from paceline.train.checkpoint_copies import CheckpointCopier, copier_of, fetched, finish_copies, save_copy
 from paceline.train.collective_steps import CollectiveSteps
 from paceline.train.count_memory import count_memory
-from paceline.train.data import Batch, moved, no_data, open_data
+from paceline.train.data import Batch, no_data, open_data
+from paceline.train.device_batches import moved
 from paceline.train.events import VERSION, open_events, peak_memory_bytes, restart_fact
 from paceline.train.generate_job import generate_with, whole_model
 from paceline.train.kept import SETTINGS, KeptObjects

@@ -47,7 +47,9 @@ from paceline.parallel.replicate.strategy import broadcast_state
 from paceline.train import prepare as preparing
 from paceline.train.assemble import Assembly
 from paceline.train.copy_weights import copy_weights
-from paceline.train.data import RankLoader, moved
+from paceline.train.data import RankLoader
+from paceline.train.data_workers import AtHand
+from paceline.train.device_batches import on_device
 from paceline.train.events import peak_memory_bytes
 from paceline.train.job import Job, check_is_first, newest
 from paceline.train.loop_loader import CutLoader, Part, Place, load_pass
@@ -961,13 +963,16 @@ class LoopLoader:
         self.job.returned_to = None
         place = Place(self.job.data_part, self.job.mesh.data_size, self.cut.seed, self.cut.number)
         jumps = self.cut.jumps
-        for part in timed_data(load_pass(self.cut.loader, place, self.cut.batch, self.cut.limit)):
+        at_hand = AtHand()
+        parts = load_pass(self.cut.loader, place, self.cut.batch, self.cut.limit, at_hand)
+        loaded = ((part, part.batch) for part in parts)
+        for part, batch in timed_data(on_device(loaded, self.job.device, self.job.to_float64, at_hand)):
             # Whatever the loop does with a batch, the step ends here.
             self.job.end_step()
             self.cut.note_batch()
             self.job.take(part)
             TIMES.switch(FORWARD)
-            yield moved(part.batch, self.job.device, self.job.to_float64)
+            yield batch.take()
             if self.cut.jumps != jumps:
                 raise UsageError(
                     "the loop should go over its loader in one place at a time",

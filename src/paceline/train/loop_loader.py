@@ -33,7 +33,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from paceline.nouns.errors import UsageError, WorkloadError
 from paceline.nouns.order import mix, share
-from paceline.train.data_workers import ends_with_rank
+from paceline.train.data_workers import AtHand, ends_with_rank
 from paceline.train.seed import cpu_random_state, kept_random_state, seed_sample, set_cpu_random_state
 
 _SAMPLER, _DATA, _WORKERS, _COLLATE = range(4)  # random streams of a pass
@@ -203,7 +203,9 @@ def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
     return found
 
 
-def load_pass(loader: DataLoader[Any], place: Place, skip: int, limit: int | None = None) -> Iterator[Part]:
+def load_pass(
+    loader: DataLoader[Any], place: Place, skip: int, limit: int | None = None, at_hand: AtHand | None = None
+) -> Iterator[Part]:
     """Yield this rank's part of each batch of one pass, without the first `skip` batches.
 
     Args:
@@ -211,12 +213,15 @@ def load_pass(loader: DataLoader[Any], place: Place, skip: int, limit: int | Non
         place: the rank and the pass.
         skip: batches that were taken before the job resumed.
         limit: batches of the pass, those left out included; the sampler is not asked for more. None: all.
+        at_hand: is to say whether the next part is there.
     """
     check_loader(loader)
+    at_hand = at_hand or AtHand()
     if isinstance(loader.dataset, IterableDataset):
-        yield from itertools.islice(_load_stream(loader, place, skip), None if limit is None else max(limit - skip, 0))
+        parts = _load_stream(loader, place, skip, at_hand)
+        yield from itertools.islice(parts, None if limit is None else max(limit - skip, 0))
     else:
-        yield from _load_items(loader, place, skip, limit)
+        yield from _load_items(loader, place, skip, limit, at_hand)
 
 
 def replay(loader: DataLoader[Any], place: Place, limit: int | None = None) -> None:
@@ -226,7 +231,7 @@ def replay(loader: DataLoader[Any], place: Place, limit: int | None = None) -> N
             pass
 
 
-def _load_items(loader: DataLoader[Any], place: Place, skip: int, limit: int | None) -> Iterator[Part]:
+def _load_items(loader: DataLoader[Any], place: Place, skip: int, limit: int | None, at_hand: AtHand) -> Iterator[Part]:
     """Load from a data set with `[]`."""
     asked: deque[tuple[int, int, int, bool]] = deque()  # of batches that the new loader has asked for
 
@@ -245,6 +250,9 @@ def _load_items(loader: DataLoader[Any], place: Place, skip: int, limit: int | N
     if hasattr(loader.dataset, "__getitems__"):
         data = _SeededBatches(loader.dataset, place)
     batches = iter(_like(loader, data, place, batch_sampler=_Once(own_indices), collate_fn=loader.collate_fn))
+    # When a part is taken, the sampler is asked for one more. A sampler of the user's may look at what the steps do.
+    if _is_fixed(loader):
+        at_hand.of(batches)
     while True:
         try:
             batch = _next(batches, loader)
@@ -253,13 +261,23 @@ def _load_items(loader: DataLoader[Any], place: Place, skip: int, limit: int | N
         yield Part(batch, *asked.popleft())
 
 
-def _load_stream(loader: DataLoader[Any], place: Place, skip: int) -> Iterator[Part]:
+def _is_fixed(loader: DataLoader[Any]) -> bool:
+    """True if the loader's samplers are torch's own and have drawn the order of a pass when it begins."""
+    sampler = getattr(loader.batch_sampler, "sampler", None)
+    if type(loader.batch_sampler) is not BatchSampler:
+        return False
+    if type(sampler) is RandomSampler:
+        return not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
+    return type(sampler) in (SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+def _load_stream(loader: DataLoader[Any], place: Place, skip: int, at_hand: AtHand) -> Iterator[Part]:
     """Load from an iterable data set."""
     collate = _CollatePart(loader.collate_fn, place)
     options = {"batch_size": loader.batch_size, "drop_last": loader.drop_last, "collate_fn": collate}
     stream = _like(loader, loader.dataset, place, **options)
     # Worker processes have random numbers of their own, from the loader's generator.
-    batches = iter(stream) if loader.num_workers else _in_stream(lambda: iter(stream), place, _DATA)
+    batches = at_hand.of(iter(stream)) if loader.num_workers else _in_stream(lambda: iter(stream), place, _DATA)
     for number, (batch, samples, of, keeps_pace) in enumerate(batches):
         if number >= skip:
             yield Part(batch, samples, of, number, keeps_pace)

@@ -18,8 +18,9 @@ from torch.utils.data import DataLoader
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.order import DataOrder
 from paceline.nouns.workload import Workload
-from paceline.train.data import EVALUATION, Batch, RankLoader, collate_of, cut_part, moved
-from paceline.train.data_workers import ends_with_rank
+from paceline.train.data import EVALUATION, Batch, RankLoader, collate_of, cut_part
+from paceline.train.data_workers import AtHand, ends_with_rank
+from paceline.train.device_batches import Arrived, on_device
 from paceline.train.loop_loader import Part, Place, load_pass
 from paceline.train.seed import kept_random_state, seed_sample
 from paceline.train.stream import COLLATE, Numbered, Stream, empty
@@ -140,8 +141,8 @@ class StreamLoader(RankLoader):
         """Yield each sample once."""
         seed = self.workload.seed ^ EVALUATION
         position = 0
-        for part in self._parts(Numbered(self.data.stream, seed, 0), 0):
-            yield self._batch(part, position)
+        for part, arrived in self._parts(Numbered(self.data.stream, seed, 0), 0):
+            yield self._batch(part, arrived, position)
             position += part.of
 
     def note(self, batch: Batch) -> None:
@@ -164,15 +165,15 @@ class StreamLoader(RankLoader):
         is_there = stream.go_on(place.state)
         first = place.batch * self.workload.batch_size if is_there else 0
         numbered = Numbered(stream, self.workload.seed, place.epoch, first)
-        for count, part in enumerate(self._parts(numbered, 0 if is_there else place.batch), 1):
+        for count, (part, arrived) in enumerate(self._parts(numbered, 0 if is_there else place.batch), 1):
             # A worker process has a copy of the data set, whose state is not known here.
             state = None if self.workload.loader_workers else stream.state()
             after = StreamPlace(place.epoch, place.batch + count, place.taken + count, state)
-            batch = self._batch(part, position)
+            batch = self._batch(part, arrived, position)
             yield dataclasses.replace(batch, place=after)
             position = batch.positions.stop
 
-    def _parts(self, numbered: Numbered, skip: int) -> Iterator[Part]:
+    def _parts(self, numbered: Numbered, skip: int) -> Iterator[tuple[Part, Arrived]]:
         loader = DataLoader(
             numbered,
             batch_size=self.workload.batch_size,
@@ -185,15 +186,16 @@ class StreamLoader(RankLoader):
             worker_init_fn=ends_with_rank(),
             pin_memory=self.device.type == "cuda",
         )
-        yield from load_pass(loader, Place(self.rank, self.size, numbered.seed, numbered.epoch), skip)
+        at_hand = AtHand()
+        place = Place(self.rank, self.size, numbered.seed, numbered.epoch)
+        parts = load_pass(loader, place, skip, at_hand=at_hand)
+        # A part that keeps pace has a sample of another rank.
+        loaded = ((part, [] if part.keeps_pace else part.batch) for part in parts)
+        yield from on_device(loaded, self.device, self.workload.precision == "float64", at_hand)
 
-    def _batch(self, part: Part, position: int) -> Batch:
-        to_float64 = self.workload.precision == "float64"
-        microbatches = []
-        if not part.keeps_pace:  # else it has a sample of another rank
-            microbatches = [moved(microbatch, self.device, to_float64) for microbatch in part.batch]
+    def _batch(self, part: Part, arrived: Arrived, position: int) -> Batch:
         positions = range(position, position + part.of)
-        return Batch(microbatches, positions, len(self.pieces(positions, 0)))
+        return Batch(arrived.take(), positions, len(self.pieces(positions, 0)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,8 @@ from paceline.nouns.plan import Plan
 from paceline.nouns.schedule import make_schedule
 from paceline.nouns.workload import Workload
 from paceline.profile.describe import describe, made_without_values
-from paceline.train.data import cut_into, cut_without_changing, moved, open_data
+from paceline.train.data import cut_into, cut_without_changing, open_data
+from paceline.train.device_batches import moved
 from paceline.train.find_workload import find_workload
 from paceline.train.parallelize import split_model
 from paceline.train.prepare import check_model
