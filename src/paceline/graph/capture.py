@@ -30,6 +30,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from paceline.comm.pytree import map_tensors, plain_values, tensors_in
+from paceline.graph.chunked_loss import without_chunks
 from paceline.graph.factories import rejoin_copies
 from paceline.graph.functional import (
     check_states_unwritten,
@@ -218,6 +219,7 @@ def _trace_once(
     with (
         _watched_modules(model) as entries,
         _refusals(),
+        without_chunks(),
         effects_as_written(state_by_name),
         kept_modules(model, call.own, leaks),
         _running,

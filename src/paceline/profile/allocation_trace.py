@@ -24,12 +24,14 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from paceline.comm.fully_shard import has_parts, is_part, local
+from paceline.graph.chunked_loss import body_of
 from paceline.nouns.patching import patched
 from paceline.nouns.profile import ACTIVATIONS, GATHERED, TEMPORARY, Block, Recording, Work
 from paceline.profile.cpu_workspace import scratch_bytes
 
 aten = torch.ops.aten
 MOST_ANSWERS = 2000  # before and in forward passes; after so many, a loop waits for another answer
+_IN_PLACE = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}  # of which the counter of operations knows the other
 _ASKED = (aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default)
 
 
@@ -187,6 +189,10 @@ class Allocations(TorchDispatchMode):
         if func in _ASKED and self.is_answering:
             return self._answer(func, args[0])
         kwargs = kwargs or {}
+        body = body_of(func)
+        if body is not None:
+            with self:
+                return body(*args, **kwargs)
         result = func(*args, **kwargs)
         for value in _tensors(result):
             self.note(value)
@@ -207,7 +213,8 @@ class Allocations(TorchDispatchMode):
         # Each input read once and each result written once.
         nbytes = sum(value.nbytes for value in [*inputs, *_tensors(result)] if value.layout == torch.strided)
         flops = 0
-        count_flops = flop_registry.get(func._overloadpacket)
+        packet = func._overloadpacket
+        count_flops = flop_registry.get(_IN_PLACE.get(packet, packet))
         if count_flops is not None:
             flops = count_flops(*args, **kwargs, out_val=result)
         shapes = "x".join(str(tuple(value.shape)) for value in inputs)
