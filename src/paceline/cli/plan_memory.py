@@ -5,18 +5,18 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from paceline.launch.profile_workload import ProfileRequest, profile_workload, ranks_to_profile
 from paceline.nouns.device import Device
 from paceline.nouns.errors import UsageError, WorkloadError
 from paceline.nouns.plan import Plan
-from paceline.nouns.profile import NOTHING_TO_RECOMPUTE, Profile
+from paceline.nouns.profile import NOTHING_TO_OFFLOAD, NOTHING_TO_RECOMPUTE, Profile
 from paceline.nouns.table import aligned
 from paceline.plan.memory import memory_of
 from paceline.plan.memory_table import communicators, holders, picture, servers_table, size, table
-from paceline.plan.oom_advice import FREE, WANTED, Change, Suggestion, cheapest, ways
+from paceline.plan.oom_advice import FREE, OFFLOAD, WANTED, Change, Suggestion, cheapest, ways
 
 
 def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
@@ -156,12 +156,18 @@ def _tried(
         if not any(memory.is_too_large for memory in memories):
             largest = max(memory.reserved or 0 for memory in memories)
             needed = largest + device.beside(communicators(way.plan))
+            if way.kind == OFFLOAD:
+                copied = max(profile.copied_bytes for profile in profiles)
+                host = max(memory.host for memory in memories)
+                cost = f"{size(copied)} copied between device and host in each step, {size(host)} of the host's memory"
+                way = replace(way, condition=cost)
             fitting.append((way, min(needed, device.memory or needed), flops_of(way.plan, profiles)))
     return fitting
 
 
 def _changes_nothing(profile: Profile) -> bool:
-    return any(NOTHING_TO_RECOMPUTE in notice for notice in profile.notices)
+    nothing = (NOTHING_TO_RECOMPUTE, NOTHING_TO_OFFLOAD)
+    return any(words in notice for notice in profile.notices for words in nothing)
 
 
 def flops_of(plan: Plan, profiles: Sequence[Profile]) -> float:

@@ -10,6 +10,7 @@ from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 
 WANTED = 3  # suggestions
+OFFLOAD = "offload"  # the kind whose cost is what it copies
 FREE = "micro-batch"  # the kind that costs neither devices nor computation
 
 
@@ -94,17 +95,25 @@ def ways(plan: Plan, micro_batch: int, precision: str, has_bf16: bool | None = T
         condition = "" if has_bf16 else "where the GPU has bf16 (NVIDIA: Ampere or newer)"
         yield Change("precision", 'precision="bf16" in the workload', plan, 0, "bf16", condition)
     if plan.checkpointing == "none":
-        for mode in ("selective", "full"):
-            checkpointed = dataclasses.replace(plan, checkpointing=mode)
-            yield Change("checkpointing", f"checkpointing={mode} in the plan", checkpointed)
-        checkpointed = dataclasses.replace(plan, checkpointing="full")
-        for size in smaller:
-            yield Change("both", f"checkpointing=full and micro_batch_size={size}", checkpointed, size)
+        yield from _of_activations(plan, smaller)
     if plan.is_one_process:
         for ranks in (2, 4, 8):
             yield Change("shard", f"shard={ranks} as the plan", _over(plan, "shard", ranks))
         for ranks in (2, 4, 8):
             yield Change("context", f"context={ranks} as the plan", _over(plan, "context", ranks))
+
+
+def _of_activations(plan: Plan, smaller: Sequence[int]) -> Iterator[Change]:
+    """Yield changes that compute activations again, or keep them in the host's memory."""
+    for mode in ("selective", "full"):
+        checkpointed = dataclasses.replace(plan, checkpointing=mode)
+        yield Change("checkpointing", f"checkpointing={mode} in the plan", checkpointed)
+    if plan.compile == "off":
+        offloaded = dataclasses.replace(plan, checkpointing="offload")
+        yield Change(OFFLOAD, "checkpointing=offload in the plan", offloaded)
+    checkpointed = dataclasses.replace(plan, checkpointing="full")
+    for size in smaller:
+        yield Change("both", f"checkpointing=full and micro_batch_size={size}", checkpointed, size)
 
 
 def _can_skip_updates(plan: Plan) -> bool:
