@@ -1,7 +1,8 @@
 """Jobs whose activations wait in the host's memory end with the parameters that they end with without, under each axis.
 
 Under `tensor` the graph is cut into pieces, by which gradients may be added up in another order: there they are those
-of `checkpointing=full`, which cuts it as well. The device is the CPU, with streams whose copies are late (`support/delayed_copies.py`).
+of `checkpointing=full`, which cuts it as well. The device is the CPU, with streams whose copies are late: see
+`support/delayed_copies.py`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 
-WANTED = 3  # suggestions
+WANTED = 4  # suggestions
 OFFLOAD = "offload"  # the kind whose cost is what it copies
 FREE = "micro-batch"  # the kind that costs neither devices nor computation
 
@@ -71,9 +71,10 @@ class Suggestion:
         return ", ".join(costs) or "none"
 
     @property
-    def order(self) -> tuple[int, float, int, int]:
-        """The key to sort by, cheapest first: fewest devices, least computation, the largest micro-batch."""
-        return self.devices, round(self.flops, 2), -self.way.micro_batch_size, self.needed
+    def order(self) -> tuple[int, float, bool, int, int]:
+        """The key to sort by, cheapest first: fewest devices, least computation, no copies, the largest micro-batch."""
+        is_copied = self.way.kind == OFFLOAD
+        return self.devices, round(self.flops, 2), is_copied, -self.way.micro_batch_size, self.needed
 
 
 def ways(plan: Plan, micro_batch: int, precision: str, has_bf16: bool | None = True) -> Iterator[Change]:
@@ -136,7 +137,7 @@ def _over(plan: Plan, axis: str, ranks: int) -> Plan:
 
 
 def cheapest(found: Sequence[tuple[Change, int, float]], plan: Plan, flops: float) -> list[Suggestion]:
-    """Return the three cheapest of the changes that fit, one of each kind.
+    """Return the four cheapest of the changes that fit, one of each kind.
 
     Args:
         found: changes, with the bytes that they need and the floating-point operations of all their ranks.
