@@ -39,7 +39,7 @@ def test_where_memory_goes_and_the_ways_out(tmp_path):
     assert ended.code == 0, ended.err
     assert "OUT OF MEMORY" in ended.out
     ways = ended.out.split("The cheapest changes that fit:\n")[1].splitlines()
-    assert len(ways) == 3
+    assert len(ways) == 4
     assert ways[0].startswith("micro_batch_size=8192 in the workload")
     assert all("cost: " in way for way in ways)
     assert "bf16" not in ended.out, "the card has none"

@@ -161,11 +161,22 @@ def experts():
     return expert_models.workload("mixture", clip_norm=None)
 
 
+def long():
+    """Activations that are large enough to be offloaded: 512 KiB and more."""
+    return workload(data=list(torch.zeros(16, 512, 64)))
+
+
+OFFLOADED = "checkpointing=offload"
 OTHERS = [
     (cut, "replicate=2", {}),
     (cut, "shard=2", {"allreduce on the host": 1}),
     (attention, "context=2", {}),
     (attention, "context=2,tensor=2", {}),
+    # Of all blocks but the last, what enters its layer, its norm and its activation function.
+    (long, f"replicate=2,{OFFLOADED}", {COPY: 1 + 9}),
+    (long, f"shard=2,{OFFLOADED}", {COPY: 1 + 9, "allreduce on the host": 1}),
+    (long, f"tensor=2,{OFFLOADED}", {COPY: 1 + 9}),
+    (long, f"pipeline=2,micro_batches=2,{OFFLOADED}", {COPY: 1 + 6}),
     # How many rows come from each rank: a message's sizes are the host's.
     (experts, "expert=2", {SYNC: 2}),
     # Adam and AdamW with fused=True leave an update out by themselves: the norm is copied while they work.

@@ -12,11 +12,20 @@ from paceline.launch.profile_workload import ProfileRequest, profile_workload, r
 from paceline.nouns.device import Device
 from paceline.nouns.errors import UsageError, WorkloadError
 from paceline.nouns.plan import Plan
-from paceline.nouns.profile import NOTHING_TO_RECOMPUTE, Profile
+from paceline.nouns.profile import NOTHING_TO_OFFLOAD, NOTHING_TO_RECOMPUTE, Profile
 from paceline.nouns.table import aligned
 from paceline.plan.memory import memory_of
 from paceline.plan.memory_table import communicators, holders, picture, servers_table, size, table
-from paceline.plan.oom_advice import FREE, WANTED, Change, Suggestion, cheapest, ways, with_expandable_segments
+from paceline.plan.oom_advice import (
+    FREE,
+    OFFLOAD,
+    WANTED,
+    Change,
+    Suggestion,
+    cheapest,
+    ways,
+    with_expandable_segments,
+)
 
 
 def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
@@ -182,8 +191,14 @@ def _tried(
         if len(profiles) < len(rank_answers) or any(_changes_nothing(profile) for profile in profiles):
             continue  # this workload can't be changed so: too few samples, no blocks to recompute
         needed = needed_if_it_fits(way.plan, profiles, device)
-        if needed is not None:
-            fitting.append((way, needed, flops_of(way.plan, profiles)))
+        if needed is None:
+            continue
+        if way.kind == OFFLOAD:
+            copied = max(profile.copied_bytes for profile in profiles)
+            host = max(memory_of(profile).host for profile in profiles)
+            cost = f"{size(copied)} copied between device and host in each step, {size(host)} of the host's memory"
+            way = replace(way, condition=cost)
+        fitting.append((way, needed, flops_of(way.plan, profiles)))
     return fitting
 
 
@@ -212,7 +227,8 @@ def needed_if_it_fits(plan: Plan, profiles: Sequence[Profile], device: Device) -
 
 
 def _changes_nothing(profile: Profile) -> bool:
-    return any(NOTHING_TO_RECOMPUTE in notice for notice in profile.notices)
+    nothing = (NOTHING_TO_RECOMPUTE, NOTHING_TO_OFFLOAD)
+    return any(words in notice for notice in profile.notices for words in nothing)
 
 
 def flops_of(plan: Plan, profiles: Sequence[Profile]) -> float:

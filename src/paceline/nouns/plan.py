@@ -18,7 +18,7 @@ BUCKET_BYTES = 25 * 2**20  # DDP's default (Li et al. 2020)
 COMPRESSIONS = ("none", "bf16", "fp16", "powersgd", "topk")
 TRANSPORTS = ("auto", "shared_memory", "gloo", "nccl")
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
-CHECKPOINTING = ("none", "selective", "full")
+CHECKPOINTING = ("none", "selective", "full", "offload")
 CONTEXT_BY = ("auto", "ring", "heads")
 SWITCH = ("off", "on")
 MODES = ("sync", "quorum", "deadline", "stale", "async")  # of parameter servers: see server/protocol/admission.py
@@ -54,7 +54,7 @@ class Plan:
             exchanged), or the cheapest of both and their products, "auto".
         schedule: of `pipeline`: "1f1b", "gpipe", "interleaved" or "zero_bubble".
         micro_batches: of `pipeline`, per step; 0 leaves it to micro_batch_size, else to the schedule.
-        checkpointing: of activations: "none", "selective" or "full".
+        checkpointing: of activations: "none"; computed again, "selective" or "full"; in the host's memory, "offload".
         compile: "on" compiles the model with torch.compile.
         server: number of parameter servers, beside the workers on the mesh's `replicate` axis; 0: none.
         mode: when the servers make an update of gradients: "sync", "quorum", "deadline", "stale" or "async".
@@ -120,6 +120,12 @@ class Plan:
             raise PlanError(f"the plan's server={self.server}", f"there can be {MOST_RANKS}", "write a smaller number")
         if self.zero > 3:
             raise PlanError(f"the plan's zero is {self.zero}", "there are 1, 2 and 3", "write zero=3")
+        if self.checkpointing == "offload" and self.compile == "on":
+            raise PlanError(
+                "the plan's checkpointing=offload beside compile=on",
+                "the hooks that copy activations can't be compiled",
+                "leave one of them out",
+            )
         self._check_server()
 
     def _check_kinds(self) -> None:

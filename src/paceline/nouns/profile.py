@@ -47,9 +47,11 @@ _FORM = {
     "notices": [str],
     "servers": [{str: COUNT}],
     "host_bytes": COUNT,
+    "copied_bytes?": COUNT,
 }
 KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS, ACTIVATIONS, TEMPORARY, COMMUNICATION, GATHERED, INPUTS)
 NOTHING_TO_RECOMPUTE = "has nothing to compute again"  # in a notice: activation checkpointing saves nothing here
+NOTHING_TO_OFFLOAD = "has nothing to copy to the host"  # the same, of activations in the host's memory
 
 
 @dataclass(slots=True)
@@ -129,7 +131,9 @@ class Profile:
         shared_bytes: memory that ranks of one host share, beside the recording's.
         notices: what a user should know of how it was made.
         servers: of each parameter server what it holds: parameters, optimizer_state, gradients.
-        host_bytes: with offload=on, what the host holds for a GPU's rank, beside the recording's.
+        host_bytes: with offload=on or checkpointing=offload, what the host holds for a GPU's rank, beside the
+            recording's.
+        copied_bytes: with checkpointing=offload, activations that a step copies to the host and back.
     """
 
     plan: str
@@ -145,6 +149,7 @@ class Profile:
     notices: list[str] = field(default_factory=list)
     servers: list[dict[str, int]] = field(default_factory=list)
     host_bytes: int = 0
+    copied_bytes: int = 0
 
     def write(self, path: Path) -> None:
         """Write the profile as JSON."""
@@ -182,6 +187,7 @@ class Profile:
             "notices": self.notices,
             "servers": self.servers,
             "host_bytes": self.host_bytes,
+            "copied_bytes": self.copied_bytes,
         }
 
     @classmethod
@@ -230,6 +236,7 @@ class Profile:
             value["notices"],
             value["servers"],
             value["host_bytes"],
+            value.get("copied_bytes", 0),
         )
 
     @property

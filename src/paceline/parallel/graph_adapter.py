@@ -83,7 +83,9 @@ class GraphAdapter:
         return self.split.notices
 
     def attach(self, observer: StepObserver, peer_values: PeerValues) -> None:
-        """Do nothing: a graph's numbers depend on no other rank's."""
+        """Have `observer` told of activations that leave; a graph's numbers depend on no other rank's."""
+        if self.split.offloaded is not None:
+            self.split.offloaded.observer = observer
 
     def updated(self) -> Mapping[str, torch.nn.Parameter]:
         """Return this rank's pieces; rows of them where `shard` splits them further."""

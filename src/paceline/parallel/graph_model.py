@@ -42,6 +42,7 @@ from paceline.nouns.shard_spec import Cut, ShardSpec
 from paceline.parallel import expert
 from paceline.parallel.compiled_regions import CompiledRegions
 from paceline.parallel.context import as_first, emit_positions, layout_of
+from paceline.parallel.offload_activations import OffloadedActivations, nothing_offloaded
 from paceline.parallel.programs import Programs
 from paceline.parallel.recompute import nothing_recomputed, recomputed
 from paceline.parallel.shard.blocks import find_blocks
@@ -52,7 +53,7 @@ _OWN_PLAN_MAY_COST = 1.05  # times the derived layout's cost; its authors may kn
 
 @dataclass(slots=True)
 class StageProgram:
-    """One stage, ready to run on this rank, as pieces one after another (one, unless activations are recomputed)."""
+    """One stage, ready to run on this rank, as pieces one after another (one, unless the plan has checkpointing)."""
 
     index: int
     pieces: list[Stage]
@@ -128,7 +129,8 @@ class SplitModel:
     regions: CompiledRegions = field(default_factory=CompiledRegions)  # of compile=on
     decided_by: tuple[Hashable, Captured] | None = None  # the graph that `decide` looked at, until it is built
     precision: torch.dtype | None = None  # that the graphs run under autocast to
-    pieces: int = 1  # of each stage, where activations are recomputed
+    pieces: int = 1  # of each stage, where activations are recomputed or offloaded
+    offloaded: OffloadedActivations | None = None  # under checkpointing=offload
     own_modules: OwnModules = field(default_factory=OwnModules)  # those that run by their own code
     watch: Callable[[fx.Graph], None] | None = None  # shown every graph before it runs, by who wants to look on
 
@@ -140,6 +142,8 @@ class SplitModel:
         if self.plan.checkpointing != "none":
             # About one piece per block, as blocks are recomputed where the model runs by its own code.
             self.pieces = max(1, round(len(find_blocks(self.form)) / self.stages))
+        if self.plan.checkpointing == "offload":
+            self.offloaded = OffloadedActivations(self.device)
 
     @property
     def written_by_hand(self) -> list[str]:
@@ -407,8 +411,9 @@ class SplitModel:
                     _share(piece.graph, self.shared)
                 if self.watch is not None:
                     self.watch(piece.graph)
-                run.append(self._runnable(fx.GraphModule(constants, piece.graph)))
-                states.append([self.local[name] for name in piece.states])
+                own = [self.local[name] for name in piece.states]
+                run.append(self._runnable(fx.GraphModule(constants, piece.graph), [*own, *constants.values()]))
+                states.append(own)
             programs.append(StageProgram(index, stage, run, states))
         graphs = [captured.graph, *[piece.graph for program in programs for piece in program.pieces]]
         nodes = sum(len(graph.nodes) for graph in graphs)
@@ -417,10 +422,13 @@ class SplitModel:
     def _decided(self, captured: Captured) -> Mapping[str, Placement]:
         return {name: self.placements.get(name) for name in captured.states}
 
-    def _runnable(self, module: fx.GraphModule) -> Callable[..., Any]:
+    def _runnable(self, module: fx.GraphModule, states: Sequence[torch.Tensor]) -> Callable[..., Any]:
+        """Return what runs a piece of the graph that reads `states`."""
         run: Callable[..., Any] = module
         if self.plan.compile == "on":
             run = self.regions.compile(module)
+        if self.offloaded is not None:
+            return self.offloaded.around(run, lambda: states)
         return self.recompute(run)
 
     def recompute(self, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -431,6 +439,9 @@ class SplitModel:
     def notices(self) -> list[str]:
         """Return what the person should know of how the model was split."""
         notices = [*self.own_modules.notices, *self.programs.notices]
+        if self.offloaded is not None:
+            # The piece that ran last keeps its tensors; in a pipeline another micro-batch comes after it.
+            return [*notices, nothing_offloaded()] if self.pieces * self.stages == 1 else notices
         if not self.written or self.plan.checkpointing == "none":
             return notices
         why = "the model writes into its buffers, and computed again it would write twice"

@@ -15,6 +15,7 @@ from paceline.comm.batch_norm import SharedForward, SharedStatistics
 from paceline.nouns.shard_spec import LocalShard
 from paceline.parallel.micro_batches import StepHooks, forward_backward
 from paceline.parallel.observer import StepObserver
+from paceline.parallel.offload_activations import OffloadedActivations
 from paceline.parallel.peer_values import PeerValues
 from paceline.parallel.replicate.buffers import KeptBuffers
 from paceline.parallel.replicate.strategy import sparse_names
@@ -110,6 +111,7 @@ class OwnCode:
         keeps_pace: every rank must run as many micro-batches as the others.
         shared: batch norm's statistics over the ranks.
         spare: a micro-batch for ranks that have none.
+        offloaded: the activations that are in the host's memory, under checkpointing=offload.
     """
 
     counts_loss = True
@@ -122,9 +124,12 @@ class OwnCode:
     shared: SharedStatistics | None
     spare: Any
     autocast: Autocast
+    offloaded: OffloadedActivations | None = None
 
     def attach(self, observer: StepObserver, peer_values: PeerValues) -> None:
-        """Do nothing: what the strategies around the model do is watched there."""
+        """Have `observer` told of activations that leave; what the strategies around the model do is watched there."""
+        if self.offloaded is not None:
+            self.offloaded.observer = observer
 
     def call(self, function: Any, batch: Any) -> Any:
         """Call `function(model, batch)`."""

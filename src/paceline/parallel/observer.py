@@ -5,7 +5,7 @@ A profiler, the planner or a timeline subclasses `StepObserver` and hands it to 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -46,6 +46,27 @@ class StepObserver:
     ) -> None:
         """Called after the optimizer's step."""
 
+    def host_memory_taken(self, memory: torch.Tensor) -> None:
+        """Called when `checkpointing=offload` has taken pinned memory, which it keeps from step to step.
+
+        Args:
+            memory: bytes, on the CPU.
+        """
+
+    def activations_copied(self, nbytes: int) -> None:
+        """Called when a block's activations are being copied to the host.
+
+        Args:
+            nbytes: of all of them.
+        """
+
+    def activations_return(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Called when a block's activations are being copied back.
+
+        Args:
+            tensors: on the device, flat; their values may not be there yet.
+        """
+
 
 class Observers(StepObserver):
     """Several observers as one, called in the order in which they were added."""
@@ -74,3 +95,18 @@ class Observers(StepObserver):
         """Hand it on."""
         for observer in self.observers:
             observer.parameters_updated(parameters, optimizer)
+
+    def host_memory_taken(self, memory: torch.Tensor) -> None:
+        """Hand it on."""
+        for observer in self.observers:
+            observer.host_memory_taken(memory)
+
+    def activations_copied(self, nbytes: int) -> None:
+        """Hand it on."""
+        for observer in self.observers:
+            observer.activations_copied(nbytes)
+
+    def activations_return(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Hand it on."""
+        for observer in self.observers:
+            observer.activations_return(tensors)

@@ -38,7 +38,8 @@ class Memory:
         reserved: bytes that torch's caching allocator takes from a GPU for it; None on CPUs.
         is_too_large: the device's memory is not enough.
         shared: bytes that ranks of one host share, besides.
-        host: with offload=on, bytes that the host holds for a GPU's rank.
+        host: with offload=on or checkpointing=offload, bytes that the host holds for a GPU's rank.
+        copied: with checkpointing=offload, bytes that a step copies between device and host.
     """
 
     rank: int
@@ -51,6 +52,7 @@ class Memory:
     is_too_large: bool
     shared: int
     host: int = 0
+    copied: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as a JSON object."""
@@ -91,6 +93,7 @@ def memory_of(profile: Profile, capacity: int | None = None, expandable_segments
         is_too_large,
         profile.shared_bytes,
         profile.host_bytes,
+        profile.copied_bytes,
     )
 
 

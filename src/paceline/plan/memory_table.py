@@ -38,6 +38,8 @@ def table(memories: Sequence[Memory], device: Device, communicators: int) -> lis
         rows.append(("shared memory, besides", *(_or_dash(memory.shared) for memory in memories)))
     if any(memory.host for memory in memories):
         rows.append(("in the host's memory, besides", *(size(memory.host) for memory in memories)))
+    if any(memory.copied for memory in memories):
+        rows.append(("copied to the host and back", *(size(memory.copied) for memory in memories)))
     if device.kind == "cuda":
         reserved = [memory.reserved or 0 for memory in memories]
         beside = device.beside(communicators)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 
-WANTED = 3  # suggestions
+WANTED = 4  # suggestions
+OFFLOAD = "offload"  # the kind whose cost is what it copies
 FREE = "micro-batch"  # the kind that costs neither devices nor computation
 ALLOCATOR = "allocator"  # the kind that changes only where blocks of memory are put
 
@@ -71,9 +72,13 @@ class Suggestion:
         return ", ".join(costs) or "none"
 
     @property
-    def order(self) -> tuple[bool, int, float, int, int]:
-        """The key to sort by, cheapest first: a setting, fewest devices, least computation, the largest micro-batch."""
-        return self.way.kind != ALLOCATOR, self.devices, round(self.flops, 2), -self.way.micro_batch_size, self.needed
+    def order(self) -> tuple[bool, int, float, bool, int, int]:
+        """The key to sort by, cheapest first: a setting, fewest devices, least computation, no copies, the largest
+        micro-batch.
+        """
+        way = self.way
+        is_setting, is_copied = way.kind == ALLOCATOR, way.kind == OFFLOAD
+        return not is_setting, self.devices, round(self.flops, 2), is_copied, -way.micro_batch_size, self.needed
 
 
 def with_expandable_segments(plan: Plan) -> Change:
@@ -100,17 +105,25 @@ def ways(plan: Plan, micro_batch: int, precision: str, has_bf16: bool | None = T
         condition = "" if has_bf16 else "where the GPU has bf16 (NVIDIA: Ampere or newer)"
         yield Change("precision", 'precision="bf16" in the workload', plan, 0, "bf16", condition)
     if plan.checkpointing == "none":
-        for mode in ("selective", "full"):
-            checkpointed = dataclasses.replace(plan, checkpointing=mode)
-            yield Change("checkpointing", f"checkpointing={mode} in the plan", checkpointed)
-        checkpointed = dataclasses.replace(plan, checkpointing="full")
-        for size in smaller:
-            yield Change("both", f"checkpointing=full and micro_batch_size={size}", checkpointed, size)
+        yield from _of_activations(plan, smaller)
     if plan.is_one_process:
         for ranks in (2, 4, 8):
             yield Change("shard", f"shard={ranks} as the plan", _over(plan, "shard", ranks))
         for ranks in (2, 4, 8):
             yield Change("context", f"context={ranks} as the plan", _over(plan, "context", ranks))
+
+
+def _of_activations(plan: Plan, smaller: Sequence[int]) -> Iterator[Change]:
+    """Yield changes that compute activations again, or keep them in the host's memory."""
+    for mode in ("selective", "full"):
+        checkpointed = dataclasses.replace(plan, checkpointing=mode)
+        yield Change("checkpointing", f"checkpointing={mode} in the plan", checkpointed)
+    if plan.compile == "off":
+        offloaded = dataclasses.replace(plan, checkpointing="offload")
+        yield Change(OFFLOAD, "checkpointing=offload in the plan", offloaded)
+    checkpointed = dataclasses.replace(plan, checkpointing="full")
+    for size in smaller:
+        yield Change("both", f"checkpointing=full and micro_batch_size={size}", checkpointed, size)
 
 
 def _can_skip_updates(plan: Plan) -> bool:
@@ -133,7 +146,7 @@ def _over(plan: Plan, axis: str, ranks: int) -> Plan:
 
 
 def cheapest(found: Sequence[tuple[Change, int, float]], plan: Plan, flops: float) -> list[Suggestion]:
-    """Return the three cheapest of the changes that fit, one of each kind.
+    """Return the four cheapest of the changes that fit, one of each kind.
 
     Args:
         found: changes, with the bytes that they need and the floating-point operations of all their ranks.

@@ -76,6 +76,12 @@ class Stream:
             number = Stream.count
         self.number = number
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.number == self.number
+
+    def __hash__(self) -> int:
+        return self.number
+
     def wait_stream(self, stream: Any) -> None:
         """Do nothing: operations run as they are called."""
 

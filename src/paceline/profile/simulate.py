@@ -43,6 +43,7 @@ from paceline.nouns.profile import (
 from paceline.nouns.workload import Workload
 from paceline.parallel.apply import RankPlace, strategy_of
 from paceline.parallel.model_adapter import ModelAdapter
+from paceline.parallel.offload_activations import check_can_offload
 from paceline.profile.allocation_trace import Allocations, with_places
 from paceline.profile.gpu_dispatch import as_on_gpu
 from paceline.profile.simulate_offload import HostMemory
@@ -115,8 +116,9 @@ class SimulatedStep:
         register_fake()
         self.mode = None if how.is_real else FakeTensorMode(allow_non_fake_inputs=True)
         self.recorder = self._make_recorder(how)
-        has_host_memory = plan.offload == "on" and how.device != "cpu"
-        self.host = HostMemory(self.recorder) if has_host_memory else None
+        has_shards = plan.offload == "on"
+        has_host_memory = how.device != "cpu" and (has_shards or plan.checkpointing == "offload")
+        self.host = HostMemory(self.recorder, has_shards) if has_host_memory else None
         place = RankPlace(rank, self.device)
         assembly = Assembly(workload, self.plan, place, lambda: open_data("data", workload.data), self.ledger)
         # Batches have values, which say shapes and paths; `step` brings them where the model is.
@@ -152,7 +154,8 @@ class SimulatedStep:
     def fake(self) -> Iterator[None]:
         """Let tensors have no values, and watch what is allocated."""
         mode = self.mode if self.mode is not None else contextlib.nullcontext()
-        copying = copies_from_host() if self.host is not None else contextlib.nullcontext()
+        has_shards = self.host is not None and self.host.has_shards
+        copying = copies_from_host() if has_shards else contextlib.nullcontext()
         with as_on_gpu(self.asked_device, self.recorder), unnoticed(), copying, mode, self.recorder.watching():
             yield
 
@@ -265,6 +268,8 @@ def simulate(workload: Workload, plan: Plan, rank: int = 0, device: str = "cpu",
         WorkloadError: the model's path depends on values, and the plan has more than one rank.
     """
     check_can_try(plan)
+    if plan.checkpointing == "offload":
+        check_can_offload(device)
     state = torch.get_rng_state()  # the simulation seeds; a second try must begin as the first did
     try:
         return _simulate(workload, plan, rank, How(device, is_brief=is_brief))
@@ -288,6 +293,8 @@ def _simulate(workload: Workload, plan: Plan, rank: int, how: How) -> Profile:
         for _ in range(STEPS):  # cleared each time: the ledger and the work are the last step's
             simulated.ledger.calls.clear()
             simulated.ledger.payload_bytes.clear()
+            if simulated.host is not None:
+                simulated.host.copied_bytes = 0
             simulated.step()
         recorder = simulated.recorder
         recorder.has_ended = True
@@ -297,8 +304,10 @@ def _simulate(workload: Workload, plan: Plan, rank: int, how: How) -> Profile:
             notices.append(f"{asking} asks for a tensor's values: each was taken for 1, and its path is a guess")
         recording = recorder.recording
         host_bytes = 0
+        copied_bytes = 0
         if simulated.host is not None:
             recording, host_bytes = simulated.host.apart()
+            copied_bytes = round(simulated.host.copied_bytes * simulated.times)
         micro_batches = max(len(simulated.batch.microbatches), 1) * simulated.mesh.data_size
         samples = -(-len(simulated.batch.positions) // micro_batches)  # of one micro-batch, rounded up
         return Profile(
@@ -315,6 +324,7 @@ def _simulate(workload: Workload, plan: Plan, rank: int, how: How) -> Profile:
             notices,
             simulated.servers,
             host_bytes,
+            copied_bytes,
         )
 
 

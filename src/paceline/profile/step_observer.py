@@ -8,7 +8,7 @@ import torch
 
 from paceline.comm.fully_shard import is_part
 from paceline.comm.host_copy import HostCopy
-from paceline.nouns.profile import GATHERED, GRADIENTS, OPTIMIZER
+from paceline.nouns.profile import ACTIVATIONS, GATHERED, GRADIENTS, OPTIMIZER
 from paceline.parallel.observer import StepObserver
 from paceline.parallel.optimizer_parts import state_of
 from paceline.parallel.peer_values import PeerValues
@@ -25,7 +25,7 @@ class MemoryObserver(StepObserver):
 
     Args:
         recorder: of the step's allocations.
-        host: what stays in host memory under offload=on, if that is simulated.
+        host: what is in host memory under offload=on or checkpointing=offload, if that is simulated.
     """
 
     def __init__(self, recorder: Allocations, host: HostMemory | None) -> None:
@@ -53,6 +53,23 @@ class MemoryObserver(StepObserver):
     def parameters_updated(self, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
         """Name the optimizer's states, which its first step makes."""
         self.recorder.note_all(states_of(parameters, optimizer), OPTIMIZER)
+
+    def host_memory_taken(self, memory: torch.Tensor) -> None:
+        """Enter it as the host's."""
+        if self.host is not None:
+            self.host.note_pinned(memory)
+
+    def activations_copied(self, nbytes: int) -> None:
+        """Count the bytes."""
+        if self.host is not None:
+            self.host.copied_bytes += nbytes
+
+    def activations_return(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Count the bytes, and name the memory: a backward pass made it, and it is none of its temporaries."""
+        for tensor in tensors:
+            self.recorder.note(tensor, ACTIVATIONS)
+            if self.host is not None:
+                self.host.copied_bytes += tensor.nbytes
 
 
 class AbsentPeers(PeerValues):

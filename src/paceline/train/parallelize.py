@@ -23,6 +23,12 @@ from paceline.nouns.schedule import STAGES_PER_RANK
 from paceline.nouns.workload import Workload
 from paceline.parallel.apply import Comms
 from paceline.parallel.model_adapter import EagerAdapter, ModelAdapter
+from paceline.parallel.offload_activations import (
+    OffloadedActivations,
+    check_can_offload,
+    nothing_offloaded,
+    offload_blocks,
+)
 from paceline.parallel.replicate.strategy import broadcast_state
 from paceline.train import prepare
 from paceline.train.precision import autocast, autocast_dtype
@@ -52,6 +58,8 @@ def parallelize_model(
     mesh = Mesh.parse(plan.mesh)
     context = functools.partial(autocast, workload.precision, device.type)
     is_split = bool(mesh.used(GRAPH_AXES))
+    if plan.checkpointing == "offload" and fake is None:
+        check_can_offload(device.type)
     # Before tensors are made: the setting holds for blocks that are allocated after it.
     if is_split or mesh.size("shard") > 1:
         _return_freed_memory()
@@ -68,9 +76,10 @@ def parallelize_model(
         place = contextlib.nullcontext() if device.type == "cpu" else device
         with fake(), place:
             model = prepare.make_model_without_values(workload)
-    notices = recompute_and_compile(model, plan)
+    notices, offloaded = change_blocks(model, plan, device)
     placed = EagerAdapter(model, context, _statistics(workload, model, comms), example)
     placed.notices = notices
+    placed.offloaded = offloaded
     return placed
 
 
@@ -151,10 +160,11 @@ def _sharded(workload: Workload, comms: Comms, plan: Plan, device: torch.device,
     values, form = _values_and_form(workload, fake)
     model = skeleton(form, _dtype(workload)).train()
     shared = _statistics(workload, model, comms)
-    notices = recompute_and_compile(model, plan)
+    notices, offloaded = change_blocks(model, plan, device)
     with contextlib.nullcontext() if fake is None else fake():
         sharded = FsdpAdapter(model, comms.axes, plan, device, (context, example, shared))
     sharded.notices = notices
+    sharded.offloaded = offloaded
     digests = []
     for name, tensor in values:
         sharded.fill(name, tensor)
@@ -164,17 +174,33 @@ def _sharded(workload: Workload, comms: Comms, plan: Plan, device: torch.device,
     return sharded
 
 
-def recompute_and_compile(model: torch.nn.Module, plan: Plan) -> list[str]:
-    """Apply activation checkpointing and torch.compile to a model that runs by its own code; return notices."""
+def change_blocks(
+    model: torch.nn.Module, plan: Plan, device: torch.device
+) -> tuple[list[str], OffloadedActivations | None]:
+    """Apply activation checkpointing and torch.compile to a model that runs by its own code.
+
+    Args:
+        model: changed in place.
+        plan: its options.
+        device: where the model computes.
+
+    Returns:
+        Notices, and the activations that the plan has in the host's memory, if any.
+    """
     notices = []
-    if plan.checkpointing != "none":
+    offloaded = None
+    if plan.checkpointing == "offload":
+        offloaded = offload_blocks(model, device)
+        if offloaded is None:
+            notices.append(nothing_offloaded())
+    if plan.checkpointing in ("selective", "full"):
         from paceline.parallel.recompute import nothing_recomputed, recompute_blocks
 
         if not recompute_blocks(model, plan.checkpointing, plan.compile == "on"):
             notices.append(nothing_recomputed(plan.checkpointing))
     if plan.compile == "on":
         model.compile()
-    return notices
+    return notices, offloaded
 
 
 def _statistics(workload: Workload, model: torch.nn.Module, comms: Comms) -> SharedStatistics | None:

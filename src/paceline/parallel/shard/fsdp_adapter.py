@@ -57,6 +57,7 @@ class FsdpAdapter(OwnCode):
 
     def attach(self, observer: StepObserver, peer_values: PeerValues) -> None:
         """Have `observer` told of gathered blocks, and the uses of parameters read by `peer_values`."""
+        super().attach(observer, peer_values)
         self.shard.attach(observer, peer_values)
 
     def updated(self) -> Mapping[str, torch.nn.Parameter]:
