@@ -145,6 +145,35 @@ def test_a_gpu_has_the_next_batch_too(device, parts, batches):
     assert memory.at_peak[INPUTS] == batches * 16 * 64 * item_size
 
 
+class Cubes(nn.Module):
+    """A block with a function that a GPU's autocast widens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.pow(self.layer(x), 3.0) + x
+
+
+def test_what_a_gpu_computes_again_is_widened_as_it_was():
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.last = nn.ModuleList([Cubes(), Cubes(), Cubes()]), nn.Linear(64, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return self.last(x)
+
+    whole, again = (
+        simulate(small(model=Stack, precision="bf16"), Plan(checkpointing=mode), device="cuda")
+        for mode in ("none", "full")
+    )
+    assert again.flops > whole.flops
+
+
 @pytest.mark.slow
 def test_a_gpu_updates_all_parameters_at_once_and_keeps_small_masks():
     workload = planner_models.workload("bert")

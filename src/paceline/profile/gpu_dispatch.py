@@ -40,12 +40,19 @@ _WIDE: frozenset[Any] = frozenset(
 def as_on_gpu(device: str, recorder: Allocations) -> Iterator[None]:
     """Let modules and optimizers run a GPU's operations where `device` is "cuda"; else do nothing.
 
-    Function modes are off while autograd recomputes a checkpointed block, so attention and dropout are exchanged
-    where modules look them up.
+    Attention and dropout are exchanged where modules look them up. What autocast widens is seen by a function mode.
     """
     if device == "cpu":
         yield
         return
+    widening = _Widening()
+    run_in_engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def run_backward(*arguments: Any, **named: Any) -> Any:
+        # A function runs without the mode that saw its call. What a backward pass computes again is to be widened too.
+        with widening:
+            return run_in_engine(*arguments, **named)
+
     with (
         patched(functional, scaled_dot_product_attention=attention, dropout=dropout),
         # torch takes foreach by default only for devices of this list, and for types of the next.
@@ -60,7 +67,8 @@ def as_on_gpu(device: str, recorder: Allocations) -> Iterator[None]:
             stream=lambda stream: _on(recorder, stream),
             current_stream=lambda device=None: Stream(recorder.stream),
         ),
-        _Widening(),
+        widening,
+        patched(torch.autograd, _engine_run_backward=run_backward),
     ):
         yield
 
