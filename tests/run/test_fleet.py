@@ -190,3 +190,10 @@ def test_a_host_counts_silence_as_this_one_does(monkeypatch, tmp_path):
     monkeypatch.setenv("PACELINE_SILENCE_S", "600")
     request = agent_request([HostRanks("h", 0, 1, 0, 1)], 0, Path("train.py"), tmp_path, FleetOptions())
     assert request["environment"]["PACELINE_SILENCE_S"] == "600"
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "NCCL_DEBUG"])
+def test_what_torch_reads_goes_to_other_hosts(monkeypatch, tmp_path, name):
+    monkeypatch.setenv(name, "expandable_segments:True")
+    request = agent_request([HostRanks("h", 0, 1, 0, 1)], 0, Path("train.py"), tmp_path, FleetOptions())
+    assert request["environment"][name] == "expandable_segments:True"

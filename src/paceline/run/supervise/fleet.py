@@ -26,7 +26,7 @@ ANSWER_S = 60.0  # seconds for ssh to connect, and Python to start from a cold f
 # Beginnings of names. sshd starts an agent with the user's login environment, so the variables that make ranks compute
 # and communicate alike are sent along.
 _FAMILIES = (
-    *("NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "PYTHONPATH", "PYTHONHASHSEED", "GLIBC_TUNABLES"),
+    *("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "MKL_", "PYTHONPATH", "PYTHONHASHSEED", "GLIBC_TUNABLES"),
     SILENCE,  # the coordinator and the workers must count alike
 )
 
