@@ -1,7 +1,8 @@
 """How long tests take, as measured: `tests/durations.json` has those of more than 0.15 s.
 
-`python tests/support/durations.py REPORT...` writes it anew from reports of pytest's `--junitxml`. Functions that
-a report has not keep what they had, if they still exist.
+`python tests/support/durations.py REPORT...` adds functions from reports of pytest's `--junitxml`, and drops those that
+are gone. Others keep what they had: of a table the cell that runs first pays for what all share, so a run of one cell
+measures too much. To measure all anew, delete the file and report runs of all tests.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def write_durations(reports: list[Path]) -> None:
     measured = read_durations() if FILE.exists() else {}
     for report in reports:
         for name, seconds in read_report(report).items():
-            measured[name] = round(sum(seconds) / len(seconds), 2)
+            measured.setdefault(name, round(sum(seconds) / len(seconds), 2))
     kept = {name: measured[name] for name in sorted(measured) if measured[name] > SLOW and is_there(name)}
     FILE.write_text(json.dumps(kept, indent=0) + "\n")
 
