@@ -30,11 +30,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import paceline
+from paceline.bench.small_gpt import SmallGpt
 from paceline.comm import api
 from paceline.nouns.plan import Plan
 from paceline.nouns.table import aligned
@@ -47,42 +48,6 @@ SAMPLES = 4096
 WARM_UP = 5  # steps
 SEED = 0
 Step = Callable[[], Any]
-
-
-class Block(nn.Module):
-    """A block of GPT-2: causal attention and a feed-forward layer, twelve parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention_norm, self.feed_forward_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.queries_keys_values, self.output = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the block: (batch, length, width) to the same."""
-        batch, length, _ = x.shape
-        heads = self.queries_keys_values(self.attention_norm(x)).view(batch, length, 3, HEADS, WIDTH // HEADS)
-        query, key, value = heads.permute(2, 0, 3, 1, 4)  # (batch, heads, length, width / heads) each
-        attended = scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.output(attended.transpose(1, 2).reshape(batch, length, WIDTH))
-        output: torch.Tensor = x + self.down(gelu(self.up(self.feed_forward_norm(x))))
-        return output
-
-
-class SmallGpt(nn.Module):
-    """GPT-2 with as many blocks and parameters as its smallest, of numbers that a kernel has no work with."""
-
-    def __init__(self, blocks: int) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(blocks)))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Predict each next token: (batch, length) to (batch, length, vocabulary)."""
-        logits: torch.Tensor = self.head(self.norm(self.blocks(self.tokens(tokens) + self.positions.weight)))
-        return logits
 
 
 def main() -> int:
@@ -119,13 +84,13 @@ def measure(names: list[str], arguments: argparse.Namespace, folder: Path) -> di
     ranks = {name: start(name, arguments, folder) for name in names}
     for pipes in ranks.values():
         for pipe in pipes:
-            pipe.recv()  # it is ready
+            pipe.recv_bytes()  # it is ready
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(arguments.rounds):
         for name in names if number % 2 else reversed(names):
             for pipe in ranks[name]:
-                pipe.send("go")
-            seconds[name].append(max(pipe.recv() for pipe in ranks[name]))
+                pipe.send_bytes(b"go")
+            seconds[name].append(max(float(pipe.recv_bytes()) for pipe in ranks[name]))
     return seconds
 
 
@@ -158,19 +123,19 @@ def serve(name: str, rank: int, arguments: argparse.Namespace, folder: Path, pip
     step = CONTESTANTS[name](arguments.blocks, rank, f"{rendezvous}-raw")
     for _ in range(WARM_UP):
         step()
-    pipe.send("ready")
-    while pipe.recv():
+    pipe.send_bytes(b"ready")
+    while pipe.recv_bytes():
         step()  # not measured: the rank slept
         began_s = time.thread_time()
         for _ in range(arguments.steps):
             step()
-        pipe.send((time.thread_time() - began_s) / arguments.steps)
+        pipe.send_bytes(str((time.thread_time() - began_s) / arguments.steps).encode())
 
 
 def make_model(blocks: int) -> SmallGpt:
     """Return the model, with the same values on every rank."""
     torch.manual_seed(SEED)
-    return SmallGpt(blocks)
+    return SmallGpt(blocks, WIDTH, HEADS, LENGTH, VOCABULARY)
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:

@@ -1,6 +1,7 @@
 """compile=on where graphs talk to other ranks: what is compiled, what is not, and that nothing else changes by it."""
 
 import functools
+import gc
 
 import pytest
 import torch
@@ -62,12 +63,10 @@ def operations(graphs):
 
 
 def check(graph, *arguments):
-    regions = CompiledRegions()
     expected = graph(*[each.clone() for each in arguments])
-    run = regions.compile(graph)
+    run = CompiledRegions().compile(graph)
     TALKED.clear()
     torch.testing.assert_close(run(*arguments), expected, rtol=0, atol=0)
-    return regions
 
 
 def test_what_talks_runs_as_it_is_in_every_call(compiled):
@@ -85,13 +84,27 @@ def test_what_talks_runs_as_it_is_in_every_call(compiled):
 def test_layers_that_are_alike_are_compiled_once_and_others_apart(compiled):
     x, weight = torch.randn(4, 4), torch.randn(4, 4)
     alike = graph_of(lambda x, w: layer(layer(layer(x, w).neg(), w).neg(), w), x, weight)
-    regions = check(alike, x, weight)
-    assert len(compiled) == len(regions.shared) == 1
+    check(alike, x, weight)
+    assert len(compiled) == 1
 
     compiled.clear()
     others = torch.randn(6, 6), torch.randn(6, 6)
     check(graph_of(lambda x, w, y, v: (layer(x, w).neg(), layer(y, v).neg()), x, weight, *others), x, weight, *others)
     assert len(compiled) == 2  # the same operations, of other shapes
+
+
+def test_a_compiled_region_goes_with_the_last_graph_that_calls_it(compiled):
+    x, weight = torch.randn(4, 4), torch.randn(4, 4)
+    regions = CompiledRegions()
+    graph = graph_of(lambda x, w: layer(layer(x, w).neg(), w), x, weight)
+    first, second = regions.compile(graph), regions.compile(graph)
+    assert len(compiled) == len(regions.shared) == 1
+    del first
+    gc.collect()
+    assert len(regions.shared) == 1
+    del second
+    gc.collect()
+    assert not regions.shared
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it

@@ -33,22 +33,23 @@ LEARNING_RATE = 1e-3
 class Block(nn.Module):
     """Causal attention and a feed-forward layer, each behind a layer norm: (batch, length, width) to the same."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, heads: int = HEADS) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(WIDTH)
-        self.feed_forward_norm = nn.LayerNorm(WIDTH)
-        self.queries_keys_values = nn.Linear(WIDTH, 3 * WIDTH)
-        self.output = nn.Linear(WIDTH, WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.feed_forward_norm = nn.LayerNorm(width)
+        self.queries_keys_values = nn.Linear(width, 3 * width)
+        self.output = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the block."""
-        batch, length, _ = x.shape
-        heads = self.queries_keys_values(self.attention_norm(x)).view(batch, length, 3, HEADS, WIDTH // HEADS)
+        batch, length, width = x.shape
+        heads = self.queries_keys_values(self.attention_norm(x)).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # (batch, heads, length, width / heads) each
         attended = scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.output(attended.transpose(1, 2).reshape(batch, length, WIDTH))
+        x = x + self.output(attended.transpose(1, 2).reshape(batch, length, width))
         output: torch.Tensor = x + self.down(gelu(self.up(self.feed_forward_norm(x))))
         return output
 
@@ -56,13 +57,20 @@ class Block(nn.Module):
 class SmallGpt(nn.Module):
     """A GPT on characters: (batch, length) to logits (batch, length, vocabulary)."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        layers: int = LAYERS,
+        width: int = WIDTH,
+        heads: int = HEADS,
+        length: int = LENGTH,
+        vocabulary: int = VOCABULARY,
+    ) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.positions = nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, characters: torch.Tensor) -> torch.Tensor:
         """Predict each next character."""
@@ -104,12 +112,13 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
 
 
+def make_data() -> Windows:
+    """Return as many windows as the steps on the command line take."""
+    return Windows(BATCH * int(sys.argv[2])) if len(sys.argv) > 2 else Windows(BATCH)
+
+
 workload = paceline.Workload(
-    model=SmallGpt,
-    loss=summed_loss,
-    optimizer=make_optimizer,
-    data=Windows(BATCH * int(sys.argv[2])) if len(sys.argv) > 2 else Windows(BATCH),
-    batch_size=BATCH,
+    model=SmallGpt, loss=summed_loss, optimizer=make_optimizer, data=make_data, batch_size=BATCH
 )
 
 

@@ -10,6 +10,7 @@ region (regional compilation), so a model of 48 layers compiles as long as one o
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,25 +19,25 @@ from torch import fx
 from torch.fx.passes.split_module import split_module
 
 _LEAST = 3  # operations that compute: with fewer there is nothing to fuse
-_EAGER, _COMPILED = "eager", "compiled"
 
 
 class CompiledRegions:
     """Compiles graphs of one model, and knows the regions that it has compiled.
 
     Attributes:
-        shared: compiled functions, by what they compute and the forms of what they are called with.
+        shared: compiled functions, by what they compute and the forms of what they are called with; they go with the
+            last graph that calls them.
     """
 
     def __init__(self) -> None:
-        self.shared: dict[Any, Callable[..., Any]] = {}
+        self.shared: weakref.WeakValueDictionary[Any, Callable[..., Any]] = weakref.WeakValueDictionary()
 
     def compile(self, module: fx.GraphModule) -> Callable[..., Any]:
         """Return what runs the module: as one where it talks to nobody, else region by region."""
         if all(_may_compile(node) for node in module.graph.nodes):
             return torch.compile(module)
-        kinds = _regions(module.graph)
-        parts = split_module(module, module, kinds.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
+        regions = _regions(module.graph)
+        parts = split_module(module, module, regions.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
         for name, region in list(parts.named_children()):
             if isinstance(region, fx.GraphModule) and _computes_enough(region.graph):
                 setattr(parts, name, _Region(self._compiled(region)))
@@ -45,11 +46,12 @@ class CompiledRegions:
 
     def _compiled(self, region: fx.GraphModule) -> Callable[..., Any]:
         key = _form_of(region.graph)
-        if key is None:  # it has constants of its own
+        if key is None:
             return torch.compile(region, dynamic=False)
-        if key not in self.shared:
-            self.shared[key] = torch.compile(region, dynamic=False)
-        return self.shared[key]
+        compiled = self.shared.get(key)
+        if compiled is None:
+            compiled = self.shared[key] = torch.compile(region, dynamic=False)
+        return compiled
 
 
 class _Region(torch.nn.Module):
@@ -68,7 +70,7 @@ class _Region(torch.nn.Module):
 
 def _regions(graph: fx.Graph) -> dict[fx.Node, int]:
     """Return the number of each node's region: one after another, of nodes that may and may not be compiled."""
-    kinds: dict[fx.Node, int] = {}
+    regions: dict[fx.Node, int] = {}
     number = 0
     last: bool | None = None
     for node in graph.nodes:
@@ -78,8 +80,8 @@ def _regions(graph: fx.Graph) -> dict[fx.Node, int]:
         if last is not None and may_compile != last:
             number += 1
         last = may_compile
-        kinds[node] = number
-    return kinds
+        regions[node] = number
+    return regions
 
 
 def _may_compile(node: fx.Node) -> bool:
@@ -106,7 +108,10 @@ def _computes(node: fx.Node) -> bool:
 
 
 def _form_of(graph: fx.Graph) -> Any:
-    """Return what is equal for regions that compute the same of tensors of the same forms; None for no others."""
+    """Return a key that regions share which compute the same of tensors of the same forms.
+
+    None for a region with constants of its own, which no other has.
+    """
     numbers = {node: number for number, node in enumerate(graph.nodes)}
     form: list[Any] = []
     for node in graph.nodes:

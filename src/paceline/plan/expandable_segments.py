@@ -1,12 +1,12 @@
 """Simulate torch's CUDA caching allocator with PYTORCH_ALLOC_CONF=expandable_segments:True.
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp (ExpandableSegment, try_allocate_expandable_block, map_block,
-unmap_block). Small and large blocks have one segment for each stream. It is a range of
-addresses, of which some have memory: it is mapped page by page, of 2 MiB for small blocks and 20 MiB for large ones.
-A free block is chosen as without them, but one that can grow into addresses without memory counts as large as it can
-get. Where no free block is large enough, pages are mapped at the lowest address with room for it, behind a free block
-that ends there. What is left of a block is always split off. When the device is full, pages that are wholly free are
-unmapped, also between blocks in use.
+unmap_block). Small and large blocks have one segment for each stream. It is a range of addresses, of which some have
+memory: it is mapped page by page, of 2 MiB for small blocks and 20 MiB for large ones. A free block is chosen as
+without them, but one that can grow into addresses without memory counts as large as it can get. Where no free block
+is large enough, pages are mapped at the lowest address with room for it, behind a free block that ends there. What is
+left of a block is always split off. When the device is full, pages that are wholly free are unmapped, also between
+blocks in use.
 """
 
 from __future__ import annotations

@@ -45,7 +45,12 @@ class CpuRandomState(NamedTuple):
 
 
 def cpu_random_state(draws_by_torch: bool = False) -> CpuRandomState:
-    """Return the states as they are now; of what draws by torch alone that of torch: numpy's takes most of the time."""
+    """Return the states as they are now.
+
+    Args:
+        draws_by_torch: what will run draws from torch's generator alone, so its state is enough. To copy numpy's takes
+            most of the time.
+    """
     if draws_by_torch:
         return CpuRandomState(torch.get_rng_state(), None, None)
     # Not imported here: where nothing else has, nothing draws from it.
@@ -64,7 +69,7 @@ def set_cpu_random_state(state: CpuRandomState) -> None:
 
 @contextmanager
 def kept_random_state(draws_by_torch: bool = False) -> Iterator[None]:
-    """Leave the CPU's random generators as they were found; of code that draws by torch alone, torch's."""
+    """Leave the CPU's random generators as they were found; torch's alone where nothing else is drawn from."""
     state = cpu_random_state(draws_by_torch)
     try:
         yield
