@@ -4,9 +4,10 @@ A GPU idles where its host takes longer for a step than the kernels do. Here ker
 12 blocks with width 8, on two sequences of four tokens. Two ranks train on CPUs, and a step's time is the CPU time of a
 rank's main thread (`time.thread_time`): it waits for the other rank, and Gloo's own threads send, without counting.
 Contestants have the same model, data, loader (in the process) and AdamW with fused=True. Each has two ranks of its own,
-and they take turns; a ratio is the median over the rounds of that round's ratio.
+and they take turns; a ratio is the median over the rounds of that round's ratio. Processes of one program differ by
+some percent, so all are started several times.
 
-    python benchmarks/host_time.py --rounds 9 --steps 60
+    python benchmarks/host_time.py --starts 5 --rounds 4 --steps 50
 """
 
 from __future__ import annotations
@@ -53,16 +54,19 @@ Step = Callable[[], Any]
 def main() -> int:
     """Print the table, and write every round's times where --out says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=60, help="of a contestant in a round")
+    parser.add_argument("--starts", type=int, default=5, help="of all contestants' processes")
+    parser.add_argument("--rounds", type=int, default=4, help="after each start")
+    parser.add_argument("--steps", type=int, default=50, help="of a contestant in a round")
     parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), default=list(CONTESTANTS))
     parser.add_argument("--out", type=Path, help="file for the numbers as JSON")
     arguments = parser.parse_args()
     names = list(dict.fromkeys([*arguments.only, *(PEERS[name] for name in arguments.only)]))
     load = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory() as folder:
-        seconds = measure(names, arguments, Path(folder))
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(arguments.starts):
+        with tempfile.TemporaryDirectory() as folder:
+            measure(names, arguments, Path(folder), seconds)
     rows = [row_of(name, seconds) for name in names]
     header = ("contestant", "ms of host time", "against", "ratio")
     print(*aligned([header, *rows], "{:<}  {:>}  {:<}  {:>}"), sep="\n")
@@ -79,19 +83,22 @@ def row_of(name: str, seconds: dict[str, list[float]]) -> tuple[str, ...]:
     return name, f"{1000 * statistics.median(seconds[name]):.2f}", peer, f"{ratio:.3f}"
 
 
-def measure(names: list[str], arguments: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
-    """Seconds of a step by contestant and round, of the slower rank."""
+def measure(names: list[str], arguments: argparse.Namespace, folder: Path, seconds: dict[str, list[float]]) -> None:
+    """Start all ranks, and add the seconds of a step by contestant and round, of the slower rank."""
     ranks = {name: start(name, arguments, folder) for name in names}
     for pipes in ranks.values():
         for pipe in pipes:
             pipe.recv_bytes()  # it is ready
-    seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(arguments.rounds):
         for name in names if number % 2 else reversed(names):
             for pipe in ranks[name]:
                 pipe.send_bytes(b"go")
             seconds[name].append(max(float(pipe.recv_bytes()) for pipe in ranks[name]))
-    return seconds
+    for pipes in ranks.values():
+        for pipe in pipes:
+            pipe.close()  # which ends the rank
+    for _ in range(RANKS * len(names)):
+        os.wait()
 
 
 def start(name: str, arguments: argparse.Namespace, folder: Path) -> list[Connection[Any, Any]]:

@@ -47,9 +47,9 @@ class CastReducer:
         """True: a sum over a batch can leave float16's range, a mean does not."""
         return True
 
-    def finish(self, scale: torch.Tensor) -> None:
+    def finish(self, scale: torch.Tensor | None) -> None:
         """Wait, then widen. The scale is already in."""
-        self.inside.finish(torch.ones_like(scale))
+        self.inside.finish(None)
         self.outbox.copy_(self.inside.outbox)
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -91,7 +91,7 @@ class TopKReducer:
         """True: what one step leaves out is sent in the next, so both must have the same scale."""
         return True
 
-    def finish(self, scale: torch.Tensor) -> None:
+    def finish(self, scale: torch.Tensor | None) -> None:
         """Exchange the largest entries; keep the rest for the next step."""
         body = self.outbox[: self.error.numel()]
         self.error += body
@@ -166,7 +166,7 @@ class PowerSGDReducer:
         """True: what one step leaves out is sent in the next, so both must have the same scale."""
         return True
 
-    def finish(self, scale: torch.Tensor) -> None:
+    def finish(self, scale: torch.Tensor | None) -> None:
         """Take one step of subspace iteration on every matrix at once: two all_reduces of thin factors."""
         matrices = self._matrices(self.outbox)
         errors = self._matrices(self.error)

@@ -1,4 +1,4 @@
-"""Sum one flat tensor over an axis: by the process group, or through shared memory.
+"""Sum one flat tensor over an axis: by the process group, by a message to each rank, or through shared memory.
 
 A reducer has one or two *inboxes*, filled in turn, and gives back an *outbox*. `begin` and `finish` are
 apart so that the sum runs while the backward pass goes on.
@@ -14,6 +14,8 @@ import torch
 from paceline.comm.collectives import AxisComm, Done, Pending
 from paceline.comm.shared_memory import SharedMemory, Slot, open_slot
 from paceline.comm.step_times import COMMUNICATION, Timed
+
+MAX_EXCHANGING = 8  # ranks: each of more would send too many messages
 
 
 class Reducer(Protocol):
@@ -34,8 +36,8 @@ class Reducer(Protocol):
     def begin(self) -> None:
         """Start the sum; the inbox is filled."""
 
-    def finish(self, scale: torch.Tensor) -> None:
-        """Wait until the sum, times `scale` (a scalar), stands in the outbox."""
+    def finish(self, scale: torch.Tensor | None) -> None:
+        """Wait until the sum, times `scale` (a scalar) if there is one, stands in the outbox."""
 
     @property
     def is_scaled_first(self) -> bool:
@@ -67,11 +69,12 @@ class GroupReducer:
         """Start the all_reduce."""
         self.pending = self.comm.begin_all_reduce(self.outbox)
 
-    def finish(self, scale: torch.Tensor) -> None:
+    def finish(self, scale: torch.Tensor | None) -> None:
         """Wait for the all_reduce."""
         self.pending.wait()
         # After the sum, in one pass over the bucket; the scale (1 / weight) is known only after the last forward pass.
-        self.outbox *= scale
+        if scale is not None:
+            self.outbox *= scale
 
     @property
     def is_scaled_first(self) -> bool:
@@ -106,7 +109,7 @@ class SharedMemoryReducer:
         comm.ledger.add("all_reduce", comm.axis, self.outbox.nbytes)
         self.slot.begin()
 
-    def finish(self, scale: torch.Tensor) -> None:
+    def finish(self, scale: torch.Tensor | None) -> None:
         """Add up all ranks' halves."""
         with Timed(f"{COMMUNICATION} {self.slot.shared.comm.axis}", "all_reduce"):
             self.slot.finish(self.outbox, scale)
@@ -119,6 +122,57 @@ class SharedMemoryReducer:
     def state(self) -> dict[str, torch.Tensor]:
         """Return nothing: no sum depends on an earlier one."""
         return {}
+
+
+@dataclass(slots=True)
+class ExchangeReducer:
+    """Sums a few numbers of the host, which each rank sends to each other one. Exact, with the same bits everywhere."""
+
+    comm: AxisComm
+    rows: list[torch.Tensor]  # (numel,) each: what the ranks have sent
+    outbox: torch.Tensor
+    pending: Pending = field(default_factory=Done)
+
+    @property
+    def inboxes(self) -> list[torch.Tensor]:
+        """This rank's row."""
+        return [self.rows[self.comm.rank]]
+
+    @property
+    def turn(self) -> int:
+        """Always the one inbox."""
+        return 0
+
+    def begin(self) -> None:
+        """Start the exchange."""
+        self.pending = self.comm.begin_exchange(self.rows)
+
+    def finish(self, scale: torch.Tensor | None) -> None:
+        """Wait for the exchange, and add up in rank order."""
+        self.pending.wait()
+        first, second, *others = self.rows
+        torch.add(first, second, out=self.outbox)
+        for row in others:
+            self.outbox += row
+        if scale is not None:
+            self.outbox *= scale
+
+    @property
+    def is_scaled_first(self) -> bool:
+        """False: the sum is exact, so it can be scaled afterwards."""
+        return False
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return nothing: no sum depends on an earlier one."""
+        return {}
+
+
+def message_reducer(comm: AxisComm, shared: SharedMemory | None, numel: int, device: torch.device) -> Reducer:
+    """Make the reducer of a few numbers of float64, on which ranks agree in each step."""
+    if shared is None and device.type == "cpu" and 1 < comm.size <= MAX_EXCHANGING:
+        rows = [torch.zeros(numel, dtype=torch.float64) for _ in comm.peers]
+        return ExchangeReducer(comm, rows, torch.zeros(numel, dtype=torch.float64))
+    return exact_reducer(comm, shared, numel, torch.float64, device)
 
 
 def exact_reducer(

@@ -152,8 +152,8 @@ class Slot:
         """Tell the others that this rank's half is filled."""
         self.shared.tell(_TOKEN.pack(self.number, self.turn))
 
-    def finish(self, out: torch.Tensor, scale: torch.Tensor) -> None:
-        """Wait for every rank's half and write their sum, in rank order, times `scale` to `out`.
+    def finish(self, out: torch.Tensor, scale: torch.Tensor | None) -> None:
+        """Wait for every rank's half and write their sum, in rank order, to `out`; times `scale` if there is one.
 
         Raises:
             PeerLostError: a rank has gone.
@@ -175,7 +175,8 @@ class Slot:
             torch.add(first, second, out=result)
             for other in others:
                 result += other
-            result *= scale  # while the chunk is still in the core's cache
+            if scale is not None:
+                result *= scale  # while the chunk is still in the core's cache
         # The other half is next. A peer may still be reading this one; it has finished once its token of the next turn
         # is here.
         self.turn += 1

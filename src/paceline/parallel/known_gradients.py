@@ -8,34 +8,10 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from paceline.comm.fully_shard import local
-
-if TYPE_CHECKING:
-    from paceline.parallel.replicate.early import EarlySums
-
-
-class NotedGradient(NamedTuple):
-    """A gradient, as a backward pass left it."""
-
-    gradient: weakref.ref[torch.Tensor]
-    version: tuple[int, int]
-    norm: torch.Tensor | None  # of a part's, where torch's foreach functions change it without a new version
-
-    @classmethod
-    def of(cls, gradient: torch.Tensor, has_norm: bool = False) -> NotedGradient:
-        """Note a gradient; with its norm where its version is not enough."""
-        norm = local(gradient).norm() if has_norm else None
-        return cls(weakref.ref(gradient), _version(gradient), norm)
-
-    def is_unchanged(self, gradient: torch.Tensor) -> bool:
-        """Return True if the parameter's gradient is this one, with the same values."""
-        if self.gradient() is not gradient or self.version != _version(gradient):
-            return False
-        return self.norm is None or torch.equal(self.norm, local(gradient).norm())
 
 
 @dataclass(slots=True, eq=False)
@@ -43,23 +19,38 @@ class KnownGradient:
     """A parameter of the loop's optimizers, and what is known of its gradient.
 
     Attributes:
-        noted: the gradient, as the last backward pass left it.
+        noted: the gradient that the last backward pass left.
+        version, part_version: of it, and of this rank's part of it, when it was noted.
+        norm: of a part's, where torch's foreach functions change it without a new version.
         summed: the gradient, where it is a sum over the ranks, the same on all of them.
         is_unsummed: the parameter was trained in a backward pass whose gradients are not summed yet: it may have been
             frozen since.
-        early: while a backward pass begins sums, whose bucket the gradient fills, and its number.
     """
 
     parameter: torch.nn.Parameter
     name: str
-    noted: NotedGradient | None = None
+    noted: weakref.ref[torch.Tensor] | None = None
+    version: int = 0
+    part_version: int = 0
+    norm: torch.Tensor | None = None
     summed: torch.Tensor | None = None
     is_unsummed: bool = False
-    early: tuple[EarlySums, int] | None = None
+
+    def note(self, gradient: torch.Tensor, has_norm: bool = False) -> None:
+        """Note the gradient as it is now; with its norm where its version is not enough."""
+        self.noted = weakref.ref(gradient)
+        self.version = gradient._version
+        self.part_version = _part_version(gradient)
+        self.norm = local(gradient).norm() if has_norm else None
+
+    def is_noted(self, gradient: torch.Tensor) -> bool:
+        """Return True if the parameter's gradient is the noted one, with the same values."""
+        if self.noted is None or self.noted() is not gradient:
+            return False
+        if self.version != gradient._version or self.part_version != _part_version(gradient):
+            return False
+        return self.norm is None or torch.equal(self.norm, local(gradient).norm())
 
 
-def _version(gradient: torch.Tensor) -> tuple[int, int]:
-    version = gradient._version
-    if type(gradient) is torch.Tensor:
-        return version, version
-    return version, local(gradient)._version
+def _part_version(gradient: torch.Tensor) -> int:
+    return 0 if type(gradient) is torch.Tensor else local(gradient)._version

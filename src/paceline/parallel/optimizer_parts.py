@@ -9,6 +9,7 @@ import torch
 
 # An attribute of an optimizer that updates whole parameters, each by itself, where trials can't find that out.
 DECLARATION = "needs_whole_parameters"
+_HOLDERS = (torch.optim.Optimizer, dict, list, tuple)
 _OF_TORCH = ("state", "param_groups", "defaults")  # attributes of every optimizer
 
 
@@ -18,7 +19,7 @@ def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     for part in parts:  # it grows: a part may have parts
         # Attributes alone: an optimizer that a part holds elsewhere, in a closure, is not found.
         for name, value in vars(part).items():
-            if name in _OF_TORCH:
+            if name in _OF_TORCH or not isinstance(value, _HOLDERS):
                 continue
             for inner in _optimizers_in(value):
                 if not contains(parts, inner):
@@ -35,13 +36,11 @@ def state_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[
 
 
 def _optimizers_in(value: Any) -> list[torch.optim.Optimizer]:
+    if isinstance(value, torch.optim.Optimizer):
+        return [value]
     if isinstance(value, dict):
-        values = list(value.values())
-    elif isinstance(value, list | tuple):
-        values = list(value)
-    else:
-        values = [value]
-    return [item for item in values if isinstance(item, torch.optim.Optimizer)]
+        return [item for item in value.values() if isinstance(item, torch.optim.Optimizer)]
+    return [item for item in value if isinstance(item, torch.optim.Optimizer)]
 
 
 def contains(items: Sequence[Any], item: Any) -> bool:

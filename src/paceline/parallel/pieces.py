@@ -30,6 +30,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.hooks import RemovableHandle
 
 from paceline.comm.batch_norm import share_by
@@ -37,14 +38,14 @@ from paceline.comm.collectives import AxisComm
 from paceline.comm.fully_shard import gathered, is_part
 from paceline.comm.host_copy import HostCopy
 from paceline.comm.pytree import tensors_in
-from paceline.comm.reducer import Reducer, exact_reducer
+from paceline.comm.reducer import Reducer, message_reducer
 from paceline.comm.shared_memory import SharedMemory
 from paceline.nouns.errors import CollectiveError, LossError, PacelineError, UsageError, WorkloadError
 from paceline.nouns.plan import Plan
 from paceline.nouns.shard_spec import LocalShard
 from paceline.nouns.workload import Workload
 from paceline.parallel.apply import Comms, Parallel, RankPlace
-from paceline.parallel.known_gradients import KnownGradient, NotedGradient
+from paceline.parallel.known_gradients import KnownGradient
 from paceline.parallel.loss_scale import unscale
 from paceline.parallel.model_adapter import EagerAdapter
 from paceline.parallel.norm import global_norm, scale_gradients
@@ -128,6 +129,36 @@ class Agreed(NamedTuple):
     changed: list[int]  # for each buffer, as `Buffers.find_changed` has it
 
 
+class OwnLoss(NamedTuple):
+    """What a rank takes a backward pass from.
+
+    Attributes:
+        loss: this rank's mean loss, one number.
+        weight: what it counts among the ranks' losses, such as its number of samples.
+        factor: by which a GradScaler, or the loop, has multiplied the loss.
+        whole_weight: what the ranks' weights add up to; None where this rank does not know.
+    """
+
+    loss: torch.Tensor
+    weight: torch.Tensor | float
+    factor: torch.Tensor | None = None
+    whole_weight: int | None = None
+
+
+class _Coming(NamedTuple):
+    """A message that is on its way while a backward pass runs.
+
+    Attributes:
+        piece: what it says.
+        is_left_out: whether the loss, which has weight 0, is not finite; None: it has a weight.
+        whole_weight: what the ranks' weights should add up to.
+    """
+
+    piece: Piece
+    is_left_out: torch.Tensor | None
+    whole_weight: int
+
+
 class _Target:
     """The parameters of one optimizer, and whether their gradients are still each rank's own.
 
@@ -148,17 +179,6 @@ class _Target:
         self.early = EarlySums(replicate)
         self.is_summed = True  # there is nothing to sum
         self.known: list[KnownGradient] = []
-        self.reported: list[tuple[KnownGradient, tuple[EarlySums, int]]] = []
-        self.reported_of: Mapping[torch.nn.Parameter, int] | None = None
-
-    def report_to_early(self, known: Mapping[torch.nn.Parameter, KnownGradient]) -> None:
-        """Begin sums in the backward pass, and have gradients reported that fill their buckets."""
-        places = self.early.begin()
-        if places is not self.reported_of:
-            self.reported = [(known[parameter], (self.early, number)) for parameter, number in places.items()]
-            self.reported_of = places
-        for each, place in self.reported:
-            each.early = place
 
     def sums(self) -> list[Replicate]:
         """Return what makes sums of the gradients."""
@@ -177,8 +197,7 @@ class _Message:
 
     def __init__(self, comm: AxisComm, shared: SharedMemory | None, length: int, device: torch.device) -> None:
         self.length = length
-        self.reducer = exact_reducer(comm, shared, length, torch.float64, device)
-        self.unscaled = torch.ones((), dtype=torch.float64, device=device)
+        self.reducer = message_reducer(comm, shared, length, device)
         self.clear()
 
     def clear(self) -> None:
@@ -187,7 +206,8 @@ class _Message:
         self.of_device: dict[int, torch.Tensor] = {}  # by place: what the host does not know
 
     def write(self, place: int, value: torch.Tensor | float) -> None:
-        """Put one number of this rank in its place; a tensor of one number is not read."""
+        """Put one number of this rank in its place; a tensor of one number on a device is not read."""
+        value = _of_host(value)
         if isinstance(value, torch.Tensor):
             self.of_device[place] = value
         else:
@@ -205,7 +225,7 @@ class _Message:
 
     def finish(self) -> torch.Tensor:
         """Return the sums."""
-        self.reducer.finish(self.unscaled)
+        self.reducer.finish(None)
         return self.reducer.outbox.clone()
 
 
@@ -344,6 +364,7 @@ class PiecewiseParallel(Parallel):
         for target in self.targets:
             if any(parameter is one for parameter in target.parameters.values() for one in cut):
                 target.replicate.close()
+                target.early.close()
                 target.replicate = self._summed_over(target.parameters)
                 target.early = EarlySums(target.replicate)
 
@@ -357,7 +378,7 @@ class PiecewiseParallel(Parallel):
         self.known: dict[torch.nn.Parameter, KnownGradient] = {}
         self.owned = OwnedUpdates(self.comms.axes["shard"], tuple(sorted(self.comms.axes["replicate"].peers)))
         self.hooks: list[RemovableHandle] = []
-        self.is_in_backward = False
+        self.reached: list[torch.nn.Parameter] = []  # by backward passes, since a piece began
         self.raw: set[torch.nn.Parameter] = set()  # reached by a backward pass of the loop's own
         for parameters in optimizers:
             self.targets.append(self._target(parameters))
@@ -374,10 +395,10 @@ class PiecewiseParallel(Parallel):
         host = torch.device("cpu")
         self.on_host = self.on_device if self.device == host else _Message(comm, None, length, host)
         self.said = self.on_device
-        self.unscaled = self.on_device.unscaled
         self.foresight = Foresight()
         self.early: list[_Target] = []  # sums that a backward pass has begun
         self.is_mixed = False  # a backward pass has collectives of its own
+        self.coming: _Coming | None = None
         self.unread: list[tuple[Piece, Callable[[], list[float]]]] = []  # the sums, and last whether a loss is doubtful
         self.losses: list[Agreed] = []  # of the step's backward passes
         self.kept: KeptBuffers | None = None
@@ -405,6 +426,7 @@ class PiecewiseParallel(Parallel):
         after.updates = before.updates
         for sums in before.sums():
             sums.close()
+        before.early.close()
         self.targets[target - 1] = after
         after.known = self._name(parameters)
 
@@ -419,65 +441,102 @@ class PiecewiseParallel(Parallel):
             self.kept = KeptBuffers(self.placed.written_alone())
             self.kept.__enter__()
 
-    def backward(
-        self,
-        loss: torch.Tensor,
-        weight: torch.Tensor | float,
-        piece: Piece,
-        keeps_pace: bool,
-        retain_graph: bool,
-        factor: torch.Tensor | None = None,
-    ) -> None:
+    def backward(self, own: OwnLoss, piece: Piece, keeps_pace: bool, retain_graph: bool) -> None:
         """Add the gradient of the mean loss over all ranks to the parameters' gradients.
 
+        Where the sum of the weights is known the ranks do not wait for each other: what they say is read after the
+        backward pass, whose gradients are then cleared if a loss is bad.
+
         Args:
-            loss: this rank's mean loss, one number.
-            weight: what it counts among the ranks' losses, such as its number of samples.
+            own: this rank's loss.
             piece: this call.
             keeps_pace: this rank has no samples: its loss counts nothing.
             retain_graph: as `torch.Tensor.backward` takes it.
-            factor: by which a GradScaler, or the loop, has multiplied the loss.
 
         Raises:
             LossError: it is not finite on some rank, or the weights add up to 0.
-            CollectiveError: another rank is at another piece.
+            CollectiveError: another rank is at another piece, or the weights add up to something else.
         """
+        self._note_reached()
         self._drop_early()
         self.foresight.note(False, 0)
         self._count_once()
         self.raw = {parameter for parameter in self.raw if parameter.grad is not None}
-        loss = loss.reshape(())
+        loss = own.loss.reshape(())
         self._meet_on_host(piece)
         self._say(piece)
-        own_weight = 0.0 if keeps_pace else _of_host(weight)
+        own_weight = 0.0 if keeps_pace else _of_host(own.weight)
         is_left_out = None
         if isinstance(own_weight, torch.Tensor) or own_weight == 0:
             is_left_out = ~torch.isfinite(loss.detach()) & (own_weight == 0)
             loss = torch.where(is_left_out, 0.0, loss)
         detached = loss.detach()
-        if factor is not None:
-            detached = detached / factor
-        value = detached.double()
+        if own.factor is not None:
+            detached = detached / own.factor
+        value = _of_host(detached)
         self._write(_WEIGHT, own_weight if self.counts_its_samples else 0.0)
         self._write(_LOSS, own_weight * value if self.counts_its_samples else 0.0)
         self._write(self._place(_BAD), _badness(value, own_weight))
         self._write(self._place(_ALIKE), value)
-        sums = self._sum()
-        self.unread.append((piece, self._to_read(sums, is_left_out)))
-        # A GPU is not waited for: what its ranks have said is read before the update.
-        if self.device.type == "cpu":
-            self._read_all()
-        scale = own_weight / sums[_WEIGHT]
-        self._run_backward(loss * scale.to(loss.dtype), keeps_pace, retain_graph)
+        if own.whole_weight is not None and self._may_clear_gradients():
+            self._write(_OTHERS, 1)
+            self.said.begin()
+            self.coming = _Coming(piece, is_left_out, own.whole_weight)
+            scale = torch.tensor(own_weight / own.whole_weight, dtype=torch.float64)
+            self._run_backward(loss * scale.to(loss.dtype), keeps_pace, retain_graph)
+            self._take_coming()
+        else:
+            sums = self._sum()
+            self.unread.append((piece, self._to_read(sums, is_left_out)))
+            # A GPU is not waited for: what its ranks have said is read before the update.
+            if self.device.type == "cpu":
+                self._read_before_backward(sums)
+            scale = own_weight / sums[_WEIGHT]
+            self._run_backward(loss * scale.to(loss.dtype), keeps_pace, retain_graph)
         for target in self.targets:
             target.is_summed = False
         self._note()
+
+    def _read_before_backward(self, sums: torch.Tensor) -> None:
+        """Read what the ranks have said, and take part in sums that others began early if a loss is bad."""
+        try:
+            self._read_all()
+        except LossError:
+            if float(sums[_OTHERS]) > 0:  # ranks that read it after their backward passes
+                self._begin_early()
+                self._end_early(self._calls())
+            raise
+
+    def _may_clear_gradients(self) -> bool:
+        """Return True if a backward pass can be undone: there are no gradients before it."""
+        if self.device.type != "cpu" or self.parts is not None or self.tensor is not None:
+            return False
+        return all(parameter.grad is None for parameter in self.known)
+
+    def _take_coming(self) -> None:
+        """Read what was said before the backward pass.
+
+        Raises:
+            LossError: a loss is not finite, and gradients are as they were.
+            CollectiveError: another rank is at another piece, or weights add up to something else.
+        """
+        coming, self.coming = self.coming, None
+        if coming is None:
+            return
+        try:
+            sums = self._finish_sum()
+            self.unread.append((coming.piece, self._to_read(sums, coming.is_left_out)))
+            self._read_all()
+            _check_weights(self.losses[-1].weight, coming.whole_weight)
+        except PacelineError:
+            for parameter in self.known:
+                parameter.grad = None
+            raise
 
     def _run_backward(self, loss: torch.Tensor, keeps_pace: bool, retain_graph: bool) -> None:
         if self.parts is not None:
             self.parts.open_backward(loss, keeps_pace)
         self._begin_early()
-        self.is_in_backward = True
         calls = self._calls()
         try:
             loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
@@ -486,7 +545,7 @@ class PiecewiseParallel(Parallel):
                 self.parts.forget()
             raise
         finally:
-            self.is_in_backward = False
+            self.reached.clear()
             self._end_early(calls)
         if self.parts is not None:
             self.parts.close_backward()
@@ -500,6 +559,7 @@ class PiecewiseParallel(Parallel):
             LossError: a gradient is not finite, of a loss with weight 0 that isn't either.
             WorkloadError: a dense parameter has a sparse gradient, or the other way round.
         """
+        self._note_reached()
         self.foresight.note(True, piece.target)
         targets = self.targets if not piece.target else [self.targets[piece.target - 1]]
         is_early = self._agree_on_early(piece, targets)
@@ -581,6 +641,7 @@ class PiecewiseParallel(Parallel):
             CollectiveError: another rank is at another piece, or the ranks' parameters differ.
             WorkloadError: the ranks' buffers have different shapes.
         """
+        self._note_reached()
         self.counts_samples(True)
         self._drop_early()
         self.foresight.end_step()
@@ -740,6 +801,7 @@ class PiecewiseParallel(Parallel):
         self.is_closed = True
         super().close()
         for target in self.targets:
+            target.early.close()
             for sums in target.sums():
                 sums.close()
         for hook in self.hooks:
@@ -751,22 +813,21 @@ class PiecewiseParallel(Parallel):
             if parameter in self.known:
                 self.known[parameter].name = name
                 continue
-            self.known[parameter] = known = KnownGradient(parameter, name)
+            self.known[parameter] = KnownGradient(parameter, name)
             was_trained = parameter.requires_grad
             parameter.requires_grad_(True)  # torch registers hooks of no other
-            self.hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._gradient_is_here, known)))
+            # A list's own method: of many small parameters, a call of Python code for each is felt in a step's time.
+            self.hooks.append(parameter.register_post_accumulate_grad_hook(self.reached.append))
             parameter.requires_grad_(was_trained)
         return [self.known[parameter] for parameter in parameters.values()]
 
-    def _gradient_is_here(self, known: KnownGradient, parameter: torch.nn.Parameter) -> None:
-        """Forget a gradient to which a backward pass of the loop's own has added this rank's samples."""
-        if self.is_in_backward:
-            if known.early is not None:
-                early, bucket = known.early
-                early.gradient_is_here(bucket)
-        else:
+    def _note_reached(self) -> None:
+        """Forget gradients to which backward passes of the loop's own have added this rank's samples."""
+        for parameter in self.reached:
+            known = self.known[parameter]
             known.noted = known.summed = None
             self.raw.add(parameter)
+        self.reached.clear()
 
     def _check_left_out(self) -> None:
         if not self.is_doubtful:
@@ -790,15 +851,13 @@ class PiecewiseParallel(Parallel):
         self.early = [target for target in targets if target.early.is_possible]
         for target in self.early:
             with self._as_trained(target):
-                target.replicate.begin_step(lambda: self.unscaled)
-            target.report_to_early(self.known)
+                target.replicate.begin_step(lambda: None)
+                target.early.begin()
 
     def _end_early(self, calls: int) -> None:
         for target in self.early:
             target.early.end_backward()
             calls += len(target.replicate.buckets)
-            for known in target.known:
-                known.early = None
         self.is_mixed = self._calls() != calls
 
     def _calls(self) -> int:
@@ -836,7 +895,7 @@ class PiecewiseParallel(Parallel):
             else:
                 target.early.forget()
                 for sums in target.sums():
-                    sums.begin_step(lambda: self.unscaled)
+                    sums.begin_step(lambda: None)
                     sums.reduce_gradients()
         target.is_summed = True
         for known in target.known:
@@ -870,7 +929,7 @@ class PiecewiseParallel(Parallel):
             holders = self.comms.axes["replicate"] if is_part(known.parameter) else self.comms.data
             if holders.rank > 0:
                 summed.zero_()
-            known.noted = NotedGradient.of(summed)
+            known.note(summed)
             known.is_unsummed = True
 
     def _note(self) -> None:
@@ -883,7 +942,7 @@ class PiecewiseParallel(Parallel):
                 known.is_unsummed = True
             gradient = parameter.grad
             if gradient is not None:
-                known.noted = NotedGradient.of(gradient, may_have_parts and is_part(gradient))
+                known.note(gradient, may_have_parts and is_part(gradient))
 
     def _check_untouched(self, target: _Target) -> None:
         for known in target.known:
@@ -891,7 +950,7 @@ class PiecewiseParallel(Parallel):
             gradient = parameter.grad
             if gradient is None or known.summed is gradient:
                 continue
-            if known.noted is not None and known.noted.is_unchanged(gradient):
+            if known.is_noted(gradient):
                 continue
             if target.is_summed and parameter not in self.raw:
                 known.summed = gradient  # put in the sum's place
@@ -912,6 +971,7 @@ class PiecewiseParallel(Parallel):
         return [message.reducer for message in messages]
 
     def _say(self, piece: Piece) -> None:
+        self._take_coming()  # of a backward pass that has failed
         # A loss is the device's, and so is the digest of what models are called with under `tensor`.
         is_of_host = piece.call != BACKWARD and self.tensor is None
         self.said = self.on_host if is_of_host else self.on_device
@@ -1053,19 +1113,30 @@ def _drop_unless_needed(shard: Shard, model: torch.nn.Module, inputs: Any, outpu
         shard.reshard()
 
 
-def _of_host(weight: torch.Tensor | float) -> torch.Tensor | float:
-    """Return a weight as a number if the host may read it without waiting, else as a tensor of float64."""
-    if not isinstance(weight, torch.Tensor):
-        return weight
-    return float(weight) if weight.device.type == "cpu" else weight.double()
+def _of_host(value: torch.Tensor | float) -> torch.Tensor | float:
+    """Return what the host may read without waiting as a number, else as a tensor of float64."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    has_value = value.device.type == "cpu" and not isinstance(value, FakeTensor)
+    return float(value) if has_value else value.double()
 
 
-def _badness(loss: torch.Tensor, weight: torch.Tensor | float) -> torch.Tensor | float:
+def _badness(loss: torch.Tensor | float, weight: torch.Tensor | float) -> torch.Tensor | float:
     """Return what is wrong with a loss and its weight: 0, 1 for the loss, `_BAD_WEIGHT` for the weight."""
+    is_bad = ~torch.isfinite(loss) if isinstance(loss, torch.Tensor) else not math.isfinite(loss)
     if not isinstance(weight, torch.Tensor):
-        return ~torch.isfinite(loss) if 0 <= weight < math.inf else _BAD_WEIGHT
+        return is_bad if 0 <= weight < math.inf else _BAD_WEIGHT
     is_weight = torch.isfinite(weight) & (weight >= 0)
-    return torch.where(is_weight, ~torch.isfinite(loss), _BAD_WEIGHT)
+    return torch.where(is_weight, is_bad, _BAD_WEIGHT)
+
+
+def _check_weights(found: float, expected: int) -> None:
+    if found != expected:
+        raise CollectiveError(
+            "the weights of a loss should add up to the number of the batch's samples where it is left out",
+            f"they add up to {found:g}, and the batch has {expected} samples",
+            "hand in the weight on every rank, or on none",
+        )
 
 
 def _values_of(gradient: torch.Tensor) -> torch.Tensor:

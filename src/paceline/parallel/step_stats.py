@@ -14,7 +14,7 @@ import torch
 
 from paceline.comm.collectives import AxisComm
 from paceline.comm.host_copy import HostCopy
-from paceline.comm.reducer import exact_reducer
+from paceline.comm.reducer import message_reducer
 from paceline.comm.shared_memory import SharedMemory
 
 # Places in the message; a number per rank and then one per buffer follow.
@@ -61,8 +61,7 @@ class StepStatsReducer:
         # float64 adds up whole numbers exactly up to 2**53: flags of buffers are sums of 2**20 and 1 over the ranks.
         length = _FIRST_RANK + comm.size + buffers
         self.mine = torch.zeros(length, dtype=torch.float64, device=device)
-        self.reducer = exact_reducer(comm, shared, length, torch.float64, device)
-        self.unscaled = torch.ones((), dtype=torch.float64, device=device)
+        self.reducer = message_reducer(comm, shared, length, device)
         self.copy = None if device.type == "cpu" else HostCopy(length, torch.float64, device)
 
     def clear(self) -> None:
@@ -93,14 +92,14 @@ class StepStatsReducer:
             self.copy.begin(self._finished)
 
     def _finished(self) -> torch.Tensor:
-        self.reducer.finish(self.unscaled)
+        self.reducer.finish(None)
         return self.reducer.outbox
 
     def finish(self) -> torch.Tensor:
         """Wait for the others, once; return the scale that makes gradients of the sum those of the mean, a scalar."""
         if self.scale is None:
             if self.copy is None:
-                self.reducer.finish(self.unscaled)
+                self.reducer.finish(None)
             else:
                 self.copy.hold_device()
             self.scale = self.reducer.outbox[_WEIGHT].reciprocal()

@@ -26,7 +26,7 @@ from paceline.nouns.profile import BUFFERS, COMMUNICATION, GRADIENTS, INPUTS, OP
 from paceline.parallel.apply import Parallel
 from paceline.parallel.observer import FORWARD, REDUCE, UPDATE, StepObserver
 from paceline.parallel.optimizer_parts import parts_of
-from paceline.parallel.pieces import Agreed, Piece, PiecewiseParallel
+from paceline.parallel.pieces import Agreed, OwnLoss, Piece, PiecewiseParallel
 from paceline.parallel.split_forward import SplitForward
 from paceline.profile.allocation_trace import Allocations
 from paceline.profile.step_observer import AbsentPeers, MemoryObserver
@@ -118,18 +118,10 @@ class AloneInPieces(PiecewiseParallel):
     backwards = 0
     counts_its_samples = True  # nobody else does
 
-    def backward(
-        self,
-        loss: torch.Tensor,
-        weight: torch.Tensor | float,
-        piece: Piece,
-        keeps_pace: bool,
-        retain_graph: bool,
-        factor: torch.Tensor | None = None,
-    ) -> None:
+    def backward(self, own: OwnLoss, piece: Piece, keeps_pace: bool, retain_graph: bool) -> None:
         """Count it, and name the gradients that it has made."""
         self.backwards += 1
-        super().backward(loss, weight, piece, keeps_pace, retain_graph, factor)
+        super().backward(own, piece, keeps_pace, retain_graph)
         self._name_gradients()
 
     def reduce(self, piece: Piece) -> None:

@@ -376,7 +376,9 @@ class Job:
     def _write_step(self) -> None:
         """Write the record of the last step, and where its time went."""
         assert self.last is not None
-        self.events.write({**self.last.to_json(), "times": self.times_file.end_step(self.step_number)})
+        times = self.times_file.end_step(self.step_number)
+        if self.events.is_open:
+            self.events.write({**self.last.to_json(), "times": times})
         # Every rank knows whether somebody reads events: all take part, or none.
         if self.step_number % _LOADS_EVERY == 0 and (self.run_dir is not None or self.workload.sinks):
             for load in self.parallel.expert_loads():

@@ -42,7 +42,7 @@ from paceline.nouns.sink import MakeSink
 from paceline.parallel.apply import Parallel
 from paceline.parallel.model_adapter import EagerAdapter, ModelAdapter
 from paceline.parallel.optimizer_parts import contains, groups_of, parts_of
-from paceline.parallel.pieces import BACKWARD, END, REDUCE, Piece, PiecewiseParallel
+from paceline.parallel.pieces import BACKWARD, END, REDUCE, OwnLoss, Piece, PiecewiseParallel
 from paceline.parallel.replicate.strategy import broadcast_state
 from paceline.train import prepare as preparing
 from paceline.train.assemble import Assembly
@@ -443,11 +443,12 @@ class LoopJob(Job):
         if self.cut is not None:
             self.cut.is_idle = False
         part = self.part
+        whole_weight = part.of if weight is None and part is not None else None
         weight = self._samples_here() if weight is None else _checked_weight(weight)
         keeps_pace = part is not None and part.keeps_pace
         piece = Piece(BACKWARD, 0, 0 if part is None else part.check, _OTHER_BATCHES)
         with self._located(), Timed(BACKWARD_TIME):
-            self.parallel.backward(loss, weight, piece, keeps_pace, retain_graph, factor)
+            self.parallel.backward(OwnLoss(loss, weight, factor, whole_weight), piece, keeps_pace, retain_graph)
 
     def clip(self, max_norm: float, optimizer: torch.optim.Optimizer | None = None) -> float:
         """Scale gradients so that their norm is at most `max_norm`; call it between `backward` and the update.
@@ -828,7 +829,9 @@ class LoopJob(Job):
     def _follow_groups(self) -> None:
         """Take in parameters that an optimizer was given since, or has in place of others."""
         for number, optimizer in enumerate(self.objects.optimizers, 1):
-            parameters = [id(parameter) for group in groups_of(optimizer) for parameter in group["params"]]
+            parameters: list[int] = []
+            for group in groups_of(optimizer):
+                parameters.extend(map(id, group["params"]))
             if parameters != self.grouped.get(number, parameters):
                 check_parameters(self._named().values(), [optimizer])
                 self.parallel.regroup(number, updated_by(optimizer, self._named()))

@@ -72,12 +72,11 @@ class Bucket:
 
     def fill_all(self, gradients: Sequence[torch.Tensor | None], scale: torch.Tensor | None) -> None:
         """Copy in the gradients of all parameters that have one, times `scale` where the reducer wants that first."""
-        places, values = [], []
-        for index, gradient in enumerate(gradients):
-            if gradient is not None:
-                places.append(self.slices[self.reducer.turn][index])
-                values.append(gradient)
-                self.filled.add(index)
+        slices = self.slices[self.reducer.turn]
+        here = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        places = [slices[index] for index in here]
+        values = [gradient for gradient in gradients if gradient is not None]
+        self.filled.update(here)
         if places:
             torch._foreach_copy_(places, values)
             if scale is not None:
@@ -100,7 +99,7 @@ class Bucket:
         self.is_sent = True
         self.reducer.begin()
 
-    def receive(self, scale: torch.Tensor) -> None:
+    def receive(self, scale: torch.Tensor | None) -> None:
         """Wait for the sum and make it the parameters' gradients."""
         self.reducer.finish(scale)
         self.install()

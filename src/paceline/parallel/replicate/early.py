@@ -11,9 +11,11 @@ Traffic: that of `Replicate`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from paceline.parallel.replicate.bucket import Bucket
 from paceline.parallel.replicate.buffers import sums_of
@@ -101,25 +103,19 @@ class EarlySums:
         self.is_arrived = False
         self.is_kept = False
         self.compared = 0
-        self.numbers: dict[torch.nn.Parameter, int] = {}  # of the buckets that are reported
+        self.is_reporting = False  # a backward pass runs in which sums begin
+        self.hooks: list[RemovableHandle] = []
 
     @property
     def is_possible(self) -> bool:
         """True if sums may be thrown away, and there are any."""
         return self.replicate.comm.size > 1 and self.replicate.plan.compression not in _CUTTING
 
-    def begin(self) -> dict[torch.nn.Parameter, int]:
-        """Begin a backward pass; `replicate.begin_step` was called.
-
-        Returns:
-            The parameters whose gradients are to be reported by `gradient_is_here`, with their buckets' numbers; the
-            same object as long as the buckets are the same.
-        """
+    def begin(self) -> None:
+        """Begin a backward pass; `replicate.begin_step` was called, and what it trains needs gradients."""
         if self.buckets is not self.replicate.buckets:
             self.buckets = self.replicate.buckets
-            # The last bucket is complete when the backward pass ends.
-            numbered = enumerate(self.buckets[:-1])
-            self.numbers = {parameter: number for number, bucket in numbered for parameter in bucket.parameters}
+            self._watch()
         self.is_begun = True
         self.is_arrived = False
         self.is_kept = False
@@ -127,10 +123,26 @@ class EarlySums:
         self.waiting = [len(bucket.parameters) for bucket in self.buckets]
         for bucket in self.buckets:
             self.is_kept |= _free_outbox(bucket)
-        return self.numbers
+        self.is_reporting = True
 
-    def gradient_is_here(self, number: int) -> None:
+    def _watch(self) -> None:
+        """Hear of the gradients of each bucket, but for the last, which is complete when the backward pass ends."""
+        self.close()
+        for number, bucket in enumerate(self.buckets[:-1]):
+            gradient_is_here = partial(self._gradient_is_here, number)
+            for parameter in bucket.parameters:
+                self.hooks.append(parameter.register_post_accumulate_grad_hook(gradient_is_here))
+
+    def close(self) -> None:
+        """Hear of no gradients any more."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = []
+
+    def _gradient_is_here(self, number: int, parameter: torch.nn.Parameter) -> None:
         """Start the sum of a bucket that has all its gradients, and of those after it."""
+        if not self.is_reporting:
+            return
         # By re-entrant checkpointing a gradient comes twice: then a sum begins too early, and is found to be another's.
         self.waiting[number] -= 1
         while len(self.sent) < len(self.buckets) and self.waiting[len(self.sent)] <= 0:
@@ -138,6 +150,7 @@ class EarlySums:
 
     def end_backward(self) -> None:
         """Start the remaining sums."""
+        self.is_reporting = False
         while len(self.sent) < len(self.buckets):
             self._send()
 

@@ -73,14 +73,14 @@ class Replicate:
         self.trained: dict[str, bool] = {}
         self.is_last_backward = False
         self.next_bucket = 0
-        self.scale: Callable[[], torch.Tensor] = lambda: torch.ones(())
+        self.scale: Callable[[], torch.Tensor | None] = lambda: None
         self._fill_buckets()
 
-    def begin_step(self, scale: Callable[[], torch.Tensor]) -> None:
+    def begin_step(self, scale: Callable[[], torch.Tensor | None]) -> None:
         """Forget the step before.
 
         Args:
-            scale: waits for, and returns, what gradients are multiplied by.
+            scale: waits for, and returns, what gradients are multiplied by; None: they are not.
         """
         self.scale = scale
         trained = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
@@ -235,7 +235,7 @@ class Replicate:
             bucket.send()
             self.next_bucket += 1
 
-    def _gather_sparse(self, name: str, parameter: torch.nn.Parameter, scale: torch.Tensor) -> None:
+    def _gather_sparse(self, name: str, parameter: torch.nn.Parameter, scale: torch.Tensor | None) -> None:
         """Make a sparse gradient the sum over the ranks, from the rows that each has."""
         gradient = parameter.grad
         if gradient is not None and not gradient.is_sparse:
@@ -253,7 +253,9 @@ class Replicate:
             values = gradient.values()  # (rows, width)
         # Ranks have different numbers of rows, perhaps none; a row of several ranks is added up by `coalesce`.
         indices = torch.cat(self.comm.all_gather(indices))
-        values = torch.cat(self.comm.all_gather(values)) * scale
+        values = torch.cat(self.comm.all_gather(values))
+        if scale is not None:
+            values *= scale
         if indices.numel():
             summed = torch.sparse_coo_tensor(indices[None], values, parameter.shape, check_invariants=False)
             parameter.grad = summed.coalesce()
