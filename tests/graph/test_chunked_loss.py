@@ -11,6 +11,7 @@ import paceline
 from paceline.comm import api
 from paceline.nouns.plan import Plan
 from paceline.profile.simulate import simulate
+from paceline.train.job import Job
 
 from support.cells import compare, train, two_steps
 from support.ranks import run_ranks
@@ -70,3 +71,22 @@ def test_its_operations_are_those_of_the_loss_as_a_whole(device):
         return simulate(made, Plan(), device=device).flops
 
     assert of(16) == of(None)
+
+
+def told(rank, lines, chunk):
+    api.init()
+    found = []
+    for line in lines:
+        job = Job(workload(chunk=chunk), Plan.parse(line))
+        job.step(next(job.batches()))
+        found.append(list(job.parallel.notices))
+    return found
+
+
+def test_it_is_said_where_a_graph_has_it_as_a_whole():
+    lines = ["replicate=2", "shard=2", "tensor=2", "pipeline=2"]
+    kept, also_kept, split, cut = run_ranks(2, told, lines, 6)[0]
+    assert kept == also_kept == []
+    assert len(split) == len(cut) == 1
+    assert "F.linear_cross_entropy runs without its chunks" in split[0]
+    assert run_ranks(2, told, ["tensor=2"], None)[0] == [[]]  # it has no chunks

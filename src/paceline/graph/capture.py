@@ -30,7 +30,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from paceline.comm.pytree import map_tensors, plain_values, tensors_in
-from paceline.graph.chunked_loss import without_chunks
+from paceline.graph.chunked_loss import WithoutChunks
 from paceline.graph.factories import rejoin_copies
 from paceline.graph.functional import (
     check_states_unwritten,
@@ -81,6 +81,7 @@ class Captured:
     device: torch.device
     no_grad: set[fx.Node] = field(default_factory=set)  # computed under torch.no_grad
     log: list[Write] = field(default_factory=list)  # what the code wrote into the states
+    has_whole_loss: bool = False  # of a large vocabulary, which the code computes by chunks
 
     @property
     def output(self) -> list[Any]:
@@ -164,6 +165,7 @@ def capture(
         buffers={name for name, _ in model.named_buffers()},
         device=device,
         log=call.log,
+        has_whole_loss=call.has_whole_loss,
     )
     # Make it a graph of operations without side effects, which can be cut between any two nodes.
     _take_out_grad_mode(captured)
@@ -219,13 +221,14 @@ def _trace_once(
     with (
         _watched_modules(model) as entries,
         _refusals(),
-        without_chunks(),
+        WithoutChunks() as chunks,
         effects_as_written(state_by_name),
         kept_modules(model, call.own, leaks),
         _running,
         fake,
     ):
         traced = make_fx(call, pre_dispatch=True)(states, inputs)
+    call.has_whole_loss |= chunks.is_met
     # First, because a factory's lost result looks like a value from elsewhere, which the check refuses.
     rejoin_copies(traced)
     note_written_results(traced.graph)
@@ -331,6 +334,7 @@ class _TracedCall:
 
     Attributes:
         result: what the person's function returned.
+        has_whole_loss: a loss by chunks was computed as a whole.
         log: what it wrote into the states.
     """
 
@@ -349,6 +353,7 @@ class _TracedCall:
         self.module = _FunctionModule(model, function, initial)
         self.result: Any = None
         self.log: list[Write] = []
+        self.has_whole_loss = False
 
     def __call__(self, states: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         remaining_inputs = iter(inputs)

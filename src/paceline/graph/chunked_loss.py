@@ -8,7 +8,6 @@ its own code, under `replicate` and `shard`, its chunks stay.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch._library.custom_ops import OPDEFS
@@ -18,15 +17,21 @@ from torch.overrides import TorchFunctionMode
 _LOSS = getattr(F, "linear_cross_entropy", None)  # torch 2.11 has none
 
 
-def without_chunks() -> AbstractContextManager[Any]:
-    """Compute the loss of linear layers as torch's reference does, inside."""
-    return nullcontext() if _LOSS is None else _WithoutChunks()
+class WithoutChunks(TorchFunctionMode):
+    """Compute the loss of linear layers as torch's reference does, inside.
 
+    Attributes:
+        is_met: chunks were left out.
+    """
 
-class _WithoutChunks(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_met = False
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = dict(kwargs or {})
-        if func is _LOSS:
+        if func is _LOSS and _LOSS is not None:
+            self.is_met |= named.get("options") is not None
             named["options"] = None
         return func(*args, **named)
 

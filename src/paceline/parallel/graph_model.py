@@ -48,6 +48,10 @@ from paceline.parallel.recompute import nothing_recomputed, recomputed
 from paceline.parallel.shard.blocks import find_blocks
 
 Function = Callable[[Any, Any], Any]
+_WHOLE_LOSS = (
+    "F.linear_cross_entropy runs without its chunks, as a graph has the product and the loss that it stands for: all "
+    "scores of a micro-batch are held, under `tensor` this rank's part of them; replicate and shard keep the chunks"
+)
 _OWN_PLAN_MAY_COST = 1.05  # times the derived layout's cost; its authors may know what a count of operations doesn't
 
 
@@ -132,6 +136,7 @@ class SplitModel:
     pieces: int = 1  # of each stage, where activations are recomputed or offloaded
     offloaded: OffloadedActivations | None = None  # under checkpointing=offload
     own_modules: OwnModules = field(default_factory=OwnModules)  # those that run by their own code
+    has_whole_loss: bool = False  # which the code computes by chunks
     watch: Callable[[fx.Graph], None] | None = None  # shown every graph before it runs, by who wants to look on
 
     def __post_init__(self) -> None:
@@ -286,6 +291,7 @@ class SplitModel:
         # The graph runs under autocast; captured under it too, it would hold casts of weights, which no rule splits.
         with torch.autocast(self.device.type, enabled=False):
             captured = capture(self.form, function, batch, self.device, self.own_modules)
+        self.has_whole_loss |= captured.has_whole_loss
         if self.context is not None:
             merge_attention(captured, self.context.size)
         return captured
@@ -439,6 +445,8 @@ class SplitModel:
     def notices(self) -> list[str]:
         """Return what the person should know of how the model was split."""
         notices = [*self.own_modules.notices, *self.programs.notices]
+        if self.has_whole_loss:
+            notices.append(_WHOLE_LOSS)
         if self.offloaded is not None:
             # The piece that ran last keeps its tensors; in a pipeline another micro-batch comes after it.
             return [*notices, nothing_offloaded()] if self.pieces * self.stages == 1 else notices
