@@ -121,7 +121,8 @@ class AloneInPieces(PiecewiseParallel):
     def backward(self, own: OwnLoss, piece: Piece, keeps_pace: bool, retain_graph: bool) -> None:
         """Count it, and name the gradients that it has made."""
         self.backwards += 1
-        super().backward(own, piece, keeps_pace, retain_graph)
+        # The other ranks are not here, so weights do not add up.
+        super().backward(own._replace(whole_weight=None), piece, keeps_pace, retain_graph)
         self._name_gradients()
 
     def reduce(self, piece: Piece) -> None:

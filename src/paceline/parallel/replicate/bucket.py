@@ -28,7 +28,8 @@ class Bucket:
     reducer: Reducer
     slices: list[list[torch.Tensor]]  # by inbox, then by parameter: shaped like the parameter
     results: list[torch.Tensor]  # by parameter: views of the outbox, which become the gradients
-    filled: set[int] = field(default_factory=set)  # parameters whose gradient is in the inbox
+    filled: set[int] = field(default_factory=set)  # parameters whose gradient is in the inbox, or held
+    held: list[tuple[int, torch.Tensor]] = field(default_factory=list)  # small gradients, to be copied in together
     is_sent: bool = False
     has_parts: bool = field(init=False)  # some parameter is one rank's part of it
 
@@ -49,6 +50,7 @@ class Bucket:
     def clear(self) -> None:
         """Begin a step: nobody has a gradient yet."""
         self.filled.clear()
+        self.held.clear()
         self.is_sent = False
 
     def fill(self, index: int, gradient: torch.Tensor, scale: torch.Tensor | None) -> None:
@@ -57,12 +59,7 @@ class Bucket:
         Raises:
             WorkloadError: the gradient came twice (re-entrant checkpointing), so the first was not all.
         """
-        if self.is_sent or index in self.filled:
-            raise WorkloadError(
-                "each parameter should get one gradient in a step's backward pass",
-                f"one of shape {tuple(gradient.shape)} was accumulated twice, as re-entrant checkpointing does",
-                "write checkpoint(..., use_reentrant=False), and call backward() on nothing else while the step's runs",
-            )
+        self._check_is_first(index, gradient)
         place = self.slices[self.reducer.turn][index]
         if scale is None:
             place.copy_(gradient)
@@ -70,20 +67,47 @@ class Bucket:
             torch.mul(gradient, scale, out=place)
         self.filled.add(index)
 
+    def hold(self, index: int, gradient: torch.Tensor) -> None:
+        """Keep a small gradient until `send` copies all of them in by one call.
+
+        Raises:
+            WorkloadError: the gradient came twice.
+        """
+        self._check_is_first(index, gradient)
+        self.held.append((index, gradient))
+        self.filled.add(index)
+
+    def _check_is_first(self, index: int, gradient: torch.Tensor) -> None:
+        if self.is_sent or index in self.filled:
+            raise WorkloadError(
+                "each parameter should get one gradient in a step's backward pass",
+                f"one of shape {tuple(gradient.shape)} was accumulated twice, as re-entrant checkpointing does",
+                "write checkpoint(..., use_reentrant=False), and call backward() on nothing else while the step's runs",
+            )
+
     def fill_all(self, gradients: Sequence[torch.Tensor | None], scale: torch.Tensor | None) -> None:
         """Copy in the gradients of all parameters that have one, times `scale` where the reducer wants that first."""
-        slices = self.slices[self.reducer.turn]
-        here = [index for index, gradient in enumerate(gradients) if gradient is not None]
-        places = [slices[index] for index in here]
-        values = [gradient for gradient in gradients if gradient is not None]
-        self.filled.update(here)
-        if places:
-            torch._foreach_copy_(places, values)
-            if scale is not None:
-                torch._foreach_mul_(places, scale)
+        here = [(index, gradient) for index, gradient in enumerate(gradients) if gradient is not None]
+        self._copy_in(here, scale)
+        self.filled.update(index for index, _ in here)
 
-    def send(self) -> None:
-        """Zero what has no gradient on this rank, and start the sum."""
+    def _copy_in(self, gradients: Sequence[tuple[int, torch.Tensor]], scale: torch.Tensor | None) -> None:
+        if not gradients:
+            return
+        slices = self.slices[self.reducer.turn]
+        places = [slices[index] for index, _ in gradients]
+        torch._foreach_copy_(places, [gradient for _, gradient in gradients])
+        if scale is not None:
+            torch._foreach_mul_(places, scale)
+
+    def send(self, scale: torch.Tensor | None = None) -> None:
+        """Copy in what is held, zero what has no gradient on this rank, and start the sum.
+
+        Args:
+            scale: what held gradients are multiplied by, where the reducer wants that first.
+        """
+        self._copy_in(self.held, scale)
+        self.held.clear()
         here = self.reducer.inboxes[self.reducer.turn][self.flags :]
         if len(self.filled) == len(self.parameters):
             here.fill_(1)

@@ -34,6 +34,7 @@ from paceline.nouns.plan import Plan
 from paceline.parallel.replicate.bucket import Bucket, local_gradient, make_buckets
 
 _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_SMALL = 2**16  # numbers of a gradient that is copied with others: a copy of fewer takes less time than its call
 _BROADCAST_BYTES = 64 * 2**20  # copied together when the start state is sent
 
 
@@ -220,8 +221,10 @@ class Replicate:
             )
         # Compressing reducers scale first: a sum over a batch can leave float16's range. Others scale in the pass that
         # adds: asked for here, the scale waits for the other ranks' forward passes.
-        scale = self.scale() if bucket.reducer.is_scaled_first else None
-        bucket.fill(index, gradient, scale)
+        if gradient.numel() <= _SMALL:
+            bucket.hold(index, gradient)
+        else:
+            bucket.fill(index, gradient, self.scale() if bucket.reducer.is_scaled_first else None)
         parameter.grad = None  # the bucket has it; free the memory before the rest of the backward pass
 
     def _send_complete(self, all_of_them: bool = False) -> None:
@@ -232,7 +235,7 @@ class Replicate:
             bucket = self.buckets[self.next_bucket]
             if not all_of_them and len(bucket.filled) < len(bucket.parameters):
                 return
-            bucket.send()
+            bucket.send(self.scale() if bucket.held and bucket.reducer.is_scaled_first else None)
             self.next_bucket += 1
 
     def _gather_sparse(self, name: str, parameter: torch.nn.Parameter, scale: torch.Tensor | None) -> None:
