@@ -76,4 +76,7 @@ def test_many_ranks_reduce():
     class Comm:
         rank, size = 0, MAX_EXCHANGING + 1
 
+        def backend(self):
+            return "gloo"
+
     assert isinstance(message_reducer(Comm(), None, 3, CPU), GroupReducer)

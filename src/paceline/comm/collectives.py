@@ -284,6 +284,10 @@ class AxisComm:
             with named_failure("barrier", self.axis):
                 dist.barrier(group=self.group)
 
+    def backend(self) -> str:
+        """Return the name of what carries the bytes; "fake" where nothing is sent."""
+        return str(dist.get_backend(self.group)) if dist.is_initialized() else "fake"
+
     def _opened(self) -> dist.ProcessGroup:
         """Return the process group, for calls of a step's hot path.
 

@@ -527,11 +527,19 @@ class PiecewiseParallel(Parallel):
             sums = self._finish_sum()
             self.unread.append((coming.piece, self._to_read(sums, coming.is_left_out)))
             self._read_all()
-            _check_weights(self.losses[-1].weight, coming.whole_weight)
+            self._check_weights(self.losses[-1].weight, coming.whole_weight)
         except PacelineError:
             for parameter in self.known:
                 parameter.grad = None
             raise
+
+    def _check_weights(self, found: float, expected: int) -> None:
+        if found != expected:
+            raise CollectiveError(
+                "the weights of a loss should add up to the number of the batch's samples where it is left out",
+                f"they add up to {found:g}, and the batch has {expected} samples",
+                "hand in the weight on every rank, or on none",
+            )
 
     def _run_backward(self, loss: torch.Tensor, keeps_pace: bool, retain_graph: bool) -> None:
         if self.parts is not None:
@@ -1128,15 +1136,6 @@ def _badness(loss: torch.Tensor | float, weight: torch.Tensor | float) -> torch.
         return is_bad if 0 <= weight < math.inf else _BAD_WEIGHT
     is_weight = torch.isfinite(weight) & (weight >= 0)
     return torch.where(is_weight, is_bad, _BAD_WEIGHT)
-
-
-def _check_weights(found: float, expected: int) -> None:
-    if found != expected:
-        raise CollectiveError(
-            "the weights of a loss should add up to the number of the batch's samples where it is left out",
-            f"they add up to {found:g}, and the batch has {expected} samples",
-            "hand in the weight on every rank, or on none",
-        )
 
 
 def _values_of(gradient: torch.Tensor) -> torch.Tensor:

@@ -121,9 +121,11 @@ class AloneInPieces(PiecewiseParallel):
     def backward(self, own: OwnLoss, piece: Piece, keeps_pace: bool, retain_graph: bool) -> None:
         """Count it, and name the gradients that it has made."""
         self.backwards += 1
-        # The other ranks are not here, so weights do not add up.
-        super().backward(own._replace(whole_weight=None), piece, keeps_pace, retain_graph)
+        super().backward(own, piece, keeps_pace, retain_graph)
         self._name_gradients()
+
+    def _check_weights(self, found: float, expected: int) -> None:
+        """Do nothing: the other ranks' weights are not here."""
 
     def reduce(self, piece: Piece) -> None:
         """Enter the phase, which lasts until the update or the next forward pass: gradients may be clipped in it."""
