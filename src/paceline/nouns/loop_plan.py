@@ -41,11 +41,15 @@ def check_plan_of_loop(plan: Plan) -> None:
             "the optimizers of a plain loop keep their state where the parameters are",
             "leave offload out",
         )
-    for name, value in (("checkpointing", "none"), ("compile", "off")):
+    calls = {
+        "checkpointing": ("none", "torch.utils.checkpoint"),
+        "compile": ("off", "torch.compile"),
+        "float8": ("off", "torchao's convert_to_float8_training"),
+    }
+    for name, (value, call) in calls.items():
         if getattr(plan, name) != value:
             raise PlanError(
                 f"the plan has {name}={getattr(plan, name)}",
                 "the models of a plain loop are used as they are",
-                f"leave {name} out, and call torch.utils.checkpoint or torch.compile on the model before "
-                "paceline.prepare",
+                f"leave {name} out, and call {call} on the model before paceline.prepare",
             )

@@ -40,6 +40,7 @@ SCOPES = {
     "micro_batches": Scope(("pipeline",), neutral=(0,)),
     "checkpointing": Scope(),
     "compile": Scope(),
+    "float8": Scope(neutral=("off",)),
     "server": Scope(),
     "mode": Scope(of_servers=True),
     "quorum": Scope(of_servers=True, neutral=(0,)),

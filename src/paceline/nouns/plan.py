@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.nouns.errors import MeshError, PlanError, ReadError, did_you_mean
-from paceline.nouns.mesh import AXES, MOST_RANKS, SHORT, Mesh
+from paceline.nouns.mesh import AXES, GRAPH_AXES, MOST_RANKS, SHORT, Mesh
 from paceline.nouns.options import SCOPES, check_options, without_effect
 from paceline.nouns.reading import LARGEST, fault_of, parse_json, parse_number, parse_whole, read_json, shown
 
@@ -21,12 +21,13 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
 CHECKPOINTING = ("none", "selective", "full", "offload")
 CONTEXT_BY = ("auto", "ring", "heads")
 SWITCH = ("off", "on")
+FLOAT8 = ("off", "rowwise", "rowwise_with_gw_hp")  # of torchao's recipes those that don't look at other samples
 MODES = ("sync", "quorum", "deadline", "stale", "async")  # of parameter servers: see server/protocol/admission.py
 SERVER_OPTIONS = ("server", "mode", "quorum", "staleness", "deadline", "replicas")
 SHORT_OPTIONS = {"ps": "server"}
 _KINDS = {"str": str, "int": int, "float": float}
 OPTIONS = (
-    *("zero", "offload", "sequence", "context_by", "schedule", "micro_batches", "checkpointing", "compile"),
+    *("zero", "offload", "sequence", "context_by", "schedule", "micro_batches", "checkpointing", "compile", "float8"),
     *("transport", "compression", "bucket_bytes"),
     *SERVER_OPTIONS,
 )
@@ -56,6 +57,7 @@ class Plan:
         micro_batches: of `pipeline`, per step; 0 leaves it to micro_batch_size, else to the schedule.
         checkpointing: of activations: "none"; computed again, "selective" or "full"; in the host's memory, "offload".
         compile: "on" compiles the model with torch.compile.
+        float8: torchao's recipe by which linear layers multiply in float8: "rowwise" or "rowwise_with_gw_hp".
         server: number of parameter servers, beside the workers on the mesh's `replicate` axis; 0: none.
         mode: when the servers make an update of gradients: "sync", "quorum", "deadline", "stale" or "async".
         quorum: under mode=quorum, how many workers' gradients make an update.
@@ -90,6 +92,7 @@ class Plan:
     micro_batches: int = 0
     checkpointing: str = "none"
     compile: str = "off"
+    float8: str = "off"
     server: int = 0
     mode: str = "sync"
     quorum: int = 0
@@ -106,6 +109,7 @@ class Plan:
         self._check_choice("context_by", CONTEXT_BY)
         self._check_choice("schedule", SCHEDULES)
         self._check_choice("checkpointing", CHECKPOINTING)
+        self._check_choice("float8", FLOAT8)
         self._check_choice("mode", MODES)
         for name in ("offload", "sequence", "compile"):
             self._check_choice(name, SWITCH)
@@ -125,6 +129,13 @@ class Plan:
                 "the plan's checkpointing=offload beside compile=on",
                 "the hooks that copy activations can't be compiled",
                 "leave one of them out",
+            )
+        beside = Mesh.parse(self.mesh).used(GRAPH_AXES)
+        if self.float8 != "off" and beside:
+            raise PlanError(
+                f"the plan's float8={self.float8} beside {beside[0]}",
+                "there the model runs as a graph, in which linear layers keep their dtype",
+                f"leave float8 out, or write replicate or shard in place of {beside[0]}",
             )
         self._check_server()
 

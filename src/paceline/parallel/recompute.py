@@ -27,6 +27,7 @@ _SAVED = frozenset(
     {
         aten.mm.default,
         aten.addmm.default,
+        aten._scaled_mm.default,  # float8
         aten.bmm.default,
         aten.baddbmm.default,
         aten.convolution.default,

@@ -35,7 +35,7 @@ def scratch_bytes(func: Any, args: Any, kwargs: Any) -> int:
         return 0
     leaves, form = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    if func in IN_HALF and tensors[0].dtype not in (torch.bfloat16, torch.float16):
+    if func in IN_HALF and any(tensor.dtype not in (torch.bfloat16, torch.float16) for tensor in tensors):
         return 0
     most_bytes = MOST_BYTES if func in TRIED else MOST_BYTES_IN_HALF
     if sum(tensor.nbytes for tensor in tensors) > most_bytes:

@@ -42,6 +42,7 @@ from paceline.nouns.profile import (
 )
 from paceline.nouns.workload import Workload
 from paceline.parallel.apply import RankPlace, strategy_of
+from paceline.parallel.float8 import multiply_as_gpu
 from paceline.parallel.model_adapter import ModelAdapter
 from paceline.parallel.offload_activations import check_can_offload
 from paceline.profile.allocation_trace import Allocations, with_places
@@ -126,6 +127,8 @@ class SimulatedStep:
         self.mesh = assembly.mesh
         self.comms = assembly.comms
         placed = self._place_model(assembly)
+        if how.device != "cpu" and plan.float8 != "off":
+            multiply_as_gpu(placed.model)
         loader = assembly.loader
         self.batch = next(loader.training(0, loader.order(workload.batch_size).batch_at(0).stop))
         self.current: list[Any] = []  # a GPU's micro-batches of this step,

@@ -22,6 +22,7 @@ from paceline.nouns.plan import Plan
 from paceline.nouns.schedule import STAGES_PER_RANK
 from paceline.nouns.workload import Workload
 from paceline.parallel.apply import Comms
+from paceline.parallel.float8 import use_float8
 from paceline.parallel.model_adapter import EagerAdapter, ModelAdapter
 from paceline.parallel.offload_activations import (
     OffloadedActivations,
@@ -76,7 +77,7 @@ def parallelize_model(
         place = contextlib.nullcontext() if device.type == "cpu" else device
         with fake(), place:
             model = prepare.make_model_without_values(workload)
-    notices, offloaded = change_blocks(model, plan, device)
+    notices, offloaded = change_blocks(model, plan, device, fake is None)
     placed = EagerAdapter(model, context, _statistics(workload, model, comms), example)
     placed.notices = notices
     placed.offloaded = offloaded
@@ -160,7 +161,7 @@ def _sharded(workload: Workload, comms: Comms, plan: Plan, device: torch.device,
     values, form = _values_and_form(workload, fake)
     model = skeleton(form, _dtype(workload)).train()
     shared = _statistics(workload, model, comms)
-    notices, offloaded = change_blocks(model, plan, device)
+    notices, offloaded = change_blocks(model, plan, device, fake is None)
     with contextlib.nullcontext() if fake is None else fake():
         sharded = FsdpAdapter(model, comms.axes, plan, device, (context, example, shared))
     sharded.notices = notices
@@ -175,19 +176,20 @@ def _sharded(workload: Workload, comms: Comms, plan: Plan, device: torch.device,
 
 
 def change_blocks(
-    model: torch.nn.Module, plan: Plan, device: torch.device
+    model: torch.nn.Module, plan: Plan, device: torch.device, is_real: bool = True
 ) -> tuple[list[str], OffloadedActivations | None]:
-    """Apply activation checkpointing and torch.compile to a model that runs by its own code.
+    """Apply float8, activation checkpointing and torch.compile to a model that runs by its own code.
 
     Args:
         model: changed in place.
         plan: its options.
         device: where the model computes.
+        is_real: whether it does; False while a step is predicted.
 
     Returns:
         Notices, and the activations that the plan has in the host's memory, if any.
     """
-    notices = []
+    notices = use_float8(model, plan, device, is_real)
     offloaded = None
     if plan.checkpointing == "offload":
         offloaded = offload_blocks(model, device)

@@ -321,6 +321,12 @@ def check_plan(plan: Plan) -> None:
             "compressed gradients differ from those of one process by design",
             "verify the same plan with compression=none",
         )
+    if plan.float8 != "off":
+        raise PlanError(
+            f"can't verify float8={plan.float8}",
+            "verify computes in float64, and float8 rounds what is multiplied",
+            "verify the same plan without float8",
+        )
 
 
 def as_json(verdict: Verdict, request: VerifyRequest) -> dict[str, Any]:
