@@ -269,7 +269,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("ask", "line", "says", "fix"), REFUSED, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("ask", "line", "says", "fix"), REFUSED, ids=[line for _, line, *_ in REFUSED])
 def test_where_it_does_not_apply_it_is_refused(ask, line, says, fix):
     with pytest.raises(PlanError) as caught:
         ask(line)
