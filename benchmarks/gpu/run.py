@@ -1,9 +1,10 @@
 """Train a GPT-2 or a Llama on one GPU with Paceline and with what else there is, in turn; print what each step takes.
 
 Measured of each: the time of a step, the share of the GPU's arithmetic that the model's uses (MFU), the largest memory
-that torch's allocator handed out, and how often in a step the host waits for the device. All compute the same steps:
-the losses of the last one are printed. First the steps of a small model on the GPU are held against those on the CPU,
-in float64.
+that torch's allocator handed out, and how often in a step the host waits for the device. Beside the memory of a
+Workload stands what `paceline plan` predicts of it. The contestants are plain torch, Paceline in two ways, Accelerate,
+Lightning Fabric, transformers' Trainer and FSDP2 by hand. All compute the same steps: the losses of the last one are
+printed. First the steps of a small model on the GPU are held against those on the CPU, in float64.
 
     python benchmarks/gpu/run.py --json result.json      # two minutes on an H100
     python benchmarks/gpu/run.py --size llama --clip --fused --only "raw torch" "Paceline, Workload"
@@ -17,10 +18,12 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import dataclasses
 import gc
 import json
 import statistics
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -30,12 +33,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import paceline
 from paceline.comm import api
+from paceline.nouns.errors import PacelineError
 from paceline.nouns.plan import Plan
+from paceline.parallel.shard.blocks import find_blocks
+from paceline.plan.memory import memory_of
+from paceline.profile.simulate import simulate
 from paceline.train.job import Job
 
 PEAK_FLOPS = {"H100 80GB HBM3": 989e12, "H200": 989e12, "A100": 312e12}  # dense bf16, of the vendor's data sheets
@@ -195,13 +203,31 @@ def raw_torch(task: Task, clock: Clock, wrap: Callable[[Any], Any]) -> float:
     return float(loss.detach())
 
 
+def workload_of(task: Task, wrap: Callable[[Any], Any], **parts: Any) -> paceline.Workload:
+    """Return the task as a Workload, whose batches the loop makes unless `parts` has data."""
+    own = {"data": None, "steps": task.steps, "epochs": 1, **parts}
+    return paceline.Workload(
+        model=lambda: wrap(task.model()), loss=loss_sum, optimizer=task.optimizer, precision="bf16",
+        clip_norm=task.clip or None, **own,
+    )  # fmt: skip
+
+
+def predicted_mib(task: Task) -> int | None:
+    """Return what `paceline plan` predicts as the largest memory of the Workload's step; None where it can't."""
+    # Made on the CPU, where tensors without values are, whatever device is asked about.
+    made = dataclasses.replace(task, device=torch.device("cpu"))
+    workload = workload_of(made, as_it_is, data=made.data(), batch_size=made.batch)
+    try:
+        profile = simulate(workload, Plan(), device=task.device.type, is_brief=True)
+    except PacelineError as error:
+        print(f"no prediction: {error}", file=sys.stderr)
+        return None
+    return round(memory_of(profile).peak / 2**20)
+
+
 def paceline_job(task: Task, clock: Clock, wrap: Callable[[Any], Any]) -> float:
     """Train a Workload."""
-    workload = paceline.Workload(
-        model=lambda: wrap(task.model()), loss=loss_sum, optimizer=task.optimizer, data=None, precision="bf16",
-        steps=task.steps, epochs=1, clip_norm=task.clip or None,
-    )  # fmt: skip
-    job = Job(workload, Plan())
+    job = Job(workload_of(task, wrap), Plan())
     mean = 0.0
     for batch in task.loader():
         mean = job.step(batch)
@@ -268,12 +294,99 @@ def fabric(task: Task, clock: Clock, wrap: Callable[[Any], Any]) -> float:
     return float(loss.detach())
 
 
+def trainer(task: Task, clock: Clock, wrap: Callable[[Any], Any]) -> float:
+    """Train with transformers' Trainer."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Tick(TrainerCallback):  # type: ignore[misc]
+        """Ticks after each step."""
+
+        def on_step_end(self, *arguments: Any, **named: Any) -> None:
+            """Note the step."""
+            clock.tick()
+
+    class Ordered(Trainer):  # type: ignore[misc]
+        """Takes the samples in their order, and the loss of all contestants; keeps the last one."""
+
+        last = torch.zeros(())
+
+        def get_train_dataloader(self) -> DataLoader[Any]:
+            """Return the samples in their order."""
+            return self.accelerator.prepare(self.own_loader())  # type: ignore[no-any-return]
+
+        def own_loader(self) -> DataLoader[Any]:
+            """Return the task's loader, whose batches are dicts here."""
+            made = task.loader()
+            pinned = made.pin_memory
+            return DataLoader(made.dataset, batch_size=task.batch, pin_memory=pinned, collate_fn=_as_dict)
+
+        def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **named: Any) -> torch.Tensor:
+            """Return the mean loss."""
+            self.last = mean_loss(model, inputs["input_ids"])
+            return self.last
+
+    model = wrap(task.model())
+    optimizer = task.optimizer(model.to(task.device))
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder, bf16=True, use_cpu=task.device.type == "cpu", num_train_epochs=1, max_grad_norm=task.clip,
+            per_device_train_batch_size=task.batch, lr_scheduler_type="constant", logging_strategy="no",
+            logging_nan_inf_filter=False, save_strategy="no", eval_strategy="no", report_to="none", disable_tqdm=True,
+            remove_unused_columns=False, seed=0,
+        )  # fmt: skip
+        made = Ordered(model, arguments, optimizers=(optimizer, None), train_dataset=task.data(), callbacks=[Tick()])
+        made.train()
+        return float(made.last.detach())
+
+
+def _as_dict(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return samples as Trainer takes them."""
+    return {"input_ids": torch.stack(samples)}
+
+
+def fsdp2(task: Task, clock: Clock, wrap: Callable[[Any], Any]) -> float:
+    """Train by a loop of plain torch with FSDP2, in a process group of one rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    backend = "nccl" if task.device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh(task.device.type, (1,))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        model = task.model().to(task.device)
+        for block in find_blocks(model).values():
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        model = wrap(fully_shard(model, mesh=mesh, mp_policy=policy))
+        return _fsdp2_steps(task, clock, model)
+    finally:
+        dist.destroy_process_group()
+
+
+def _fsdp2_steps(task: Task, clock: Clock, model: Any) -> float:
+    """Take the steps; the policy casts, so there is no autocast."""
+    optimizer = task.optimizer(model)
+    loss = torch.zeros(())
+    for batch in task.loader():
+        ids = batch.to(task.device, non_blocking=True)
+        optimizer.zero_grad()
+        loss = mean_loss(model, ids)
+        loss.backward()
+        if task.clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), task.clip)
+        optimizer.step()
+        clock.tick()
+    return float(loss.detach())
+
+
 CONTESTANTS: dict[str, Callable[[Task, Clock, Callable[[Any], Any]], float]] = {
     "raw torch": raw_torch,
     "Paceline, Workload": paceline_job,
     "Paceline, own loop": paceline_loop,
     "Accelerate": accelerate,
     "Lightning Fabric": fabric,
+    "transformers Trainer": trainer,
+    "FSDP2 by hand": fsdp2,
 }
 
 
@@ -373,7 +486,8 @@ def _ranks_on(device: torch.device) -> Iterator[None]:
 def table(rows: list[dict[str, Any]], task: Task, peak_flops: float | None) -> str:
     """Return aligned lines: a row for each contestant, its time as a ratio to that of the first that worked."""
     base = next((statistics.median(row["step_ms"]) for row in rows if "failed" not in row), 0.0)
-    lines = [f"{'':20} {'ms/step':>9} {'ratio':>7} {'MFU':>6} {'peak MiB':>9} {'waits/step':>10} {'last loss':>10}"]
+    memory = f"{'peak MiB':>9} {'predicted MiB':>13}"
+    lines = [f"{'':20} {'ms/step':>9} {'ratio':>7} {'MFU':>6} {memory} {'waits/step':>10} {'last loss':>10}"]
     for row in rows:
         if "failed" in row:
             lines.append(f"{row['name']:20} failed: {row['failed'][:90]}")
@@ -382,7 +496,7 @@ def table(rows: list[dict[str, Any]], task: Task, peak_flops: float | None) -> s
         share = "-" if peak_flops is None else f"{task.step_flops / (median / 1000) / peak_flops:.1%}"
         lines.append(
             f"{row['name']:20} {median:9.2f} {median / base:7.3f} {share:>6} {row.get('peak_mib', '-'):>9} "
-            f"{row.get('waits', '-'):>10} {row['loss']:10.5f}"
+            f"{row.get('predicted_mib', '-'):>13} {row.get('waits', '-'):>10} {row['loss']:10.5f}"
         )
     return "\n".join(lines)
 
@@ -420,6 +534,9 @@ def main() -> int:
         differs = f"differs from {other} by {row['largest_difference']:.1e} in {row['steps']} steps"
         print(f"  {row['option']:14} {differs}")
     result["steps"] = time_steps(task, arguments.only, arguments.rounds, as_it_is)
+    for row in result["steps"]:
+        if CONTESTANTS[row["name"]] is paceline_job:
+            row["predicted_mib"] = predicted_mib(task)
     print(table(result["steps"], task, peak), flush=True)
     if arguments.compile:
         result["compiled"] = time_steps(task, arguments.only, arguments.rounds, torch.compile)

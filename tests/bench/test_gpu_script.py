@@ -22,7 +22,12 @@ def test_every_contestant_takes_the_same_steps(tmp_path):
     done = run("--device", "cpu", "--tiny", "--rounds", "2", "--steps", "7", "--json", str(tmp_path / "made.json"))
     assert done.returncode == 0, done.stdout + done.stderr
     made = json.loads((tmp_path / "made.json").read_text())
-    assert len(made["steps"]) == 5
+    names = ["raw torch", "Paceline, Workload", "Paceline, own loop", "Accelerate", "Lightning Fabric"]
+    assert [row["name"] for row in made["steps"]] == [*names, "transformers Trainer", "FSDP2 by hand"]
+    predicted = {row["name"]: row["predicted_mib"] for row in made["steps"] if "predicted_mib" in row}
+    assert list(predicted) == ["Paceline, Workload"]
+    assert predicted["Paceline, Workload"] > 0
+    assert "predicted MiB" in done.stdout
     first = made["steps"][0]["loss"]
     for row in made["steps"]:
         assert row["loss"] == pytest.approx(first, rel=1e-3), row

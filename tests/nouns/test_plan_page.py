@@ -24,7 +24,7 @@ CHOICES = {
     "zero": ("1", "2", "3"),
     "offload": nouns_plan.SWITCH,
     "sequence": nouns_plan.SWITCH,
-    "compile": nouns_plan.SWITCH,
+    "compile": nouns_plan.COMPILE,
     "context_by": nouns_plan.CONTEXT_BY,
     "schedule": nouns_plan.SCHEDULES,
     "checkpointing": nouns_plan.CHECKPOINTING,

@@ -280,6 +280,7 @@ def test_a_loop_that_waits_for_a_value_ends():
     ("line", "more", "device", "found"),
     [
         ("replicate=1,compile=on", {}, "cpu", "compile=on"),
+        ("replicate=1,compile=blocks", {}, "cpu", "compile=blocks"),
         ("replicate=2", {"compression": "topk"}, "cpu", "compression=topk"),
     ],
 )

@@ -22,6 +22,7 @@ CHECKPOINTING = ("none", "selective", "full", "offload")
 CONTEXT_BY = ("auto", "ring", "heads")
 SWITCH = ("off", "on")
 FLOAT8 = ("off", "rowwise", "rowwise_with_gw_hp")  # of torchao's recipes those that don't look at other samples
+COMPILE = ("off", "on", "blocks")
 MODES = ("sync", "quorum", "deadline", "stale", "async")  # of parameter servers: see server/protocol/admission.py
 SERVER_OPTIONS = ("server", "mode", "quorum", "staleness", "deadline", "replicas")
 SHORT_OPTIONS = {"ps": "server"}
@@ -56,7 +57,7 @@ class Plan:
         schedule: of `pipeline`: "1f1b", "gpipe", "interleaved" or "zero_bubble".
         micro_batches: of `pipeline`, per step; 0 leaves it to micro_batch_size, else to the schedule.
         checkpointing: of activations: "none"; computed again, "selective" or "full"; in the host's memory, "offload".
-        compile: "on" compiles the model with torch.compile.
+        compile: "on" compiles the model with torch.compile, "blocks" each of its repeated blocks by itself.
         float8: torchao's recipe by which linear layers multiply in float8: "rowwise" or "rowwise_with_gw_hp".
         server: number of parameter servers, beside the workers on the mesh's `replicate` axis; 0: none.
         mode: when the servers make an update of gradients: "sync", "quorum", "deadline", "stale" or "async".
@@ -110,8 +111,9 @@ class Plan:
         self._check_choice("schedule", SCHEDULES)
         self._check_choice("checkpointing", CHECKPOINTING)
         self._check_choice("float8", FLOAT8)
+        self._check_choice("compile", COMPILE)
         self._check_choice("mode", MODES)
-        for name in ("offload", "sequence", "compile"):
+        for name in ("offload", "sequence"):
             self._check_choice(name, SWITCH)
         self._check_least("bucket_bytes", 1)
         self._check_least("checkpoint_every", 0)
@@ -124,12 +126,7 @@ class Plan:
             raise PlanError(f"the plan's server={self.server}", f"there can be {MOST_RANKS}", "write a smaller number")
         if self.zero > 3:
             raise PlanError(f"the plan's zero is {self.zero}", "there are 1, 2 and 3", "write zero=3")
-        if self.checkpointing == "offload" and self.compile == "on":
-            raise PlanError(
-                "the plan's checkpointing=offload beside compile=on",
-                "the hooks that copy activations can't be compiled",
-                "leave one of them out",
-            )
+        self._check_compile()
         beside = Mesh.parse(self.mesh).used(GRAPH_AXES)
         if self.float8 != "off" and beside:
             raise PlanError(
@@ -172,6 +169,22 @@ class Plan:
                 f"the plan's {name} should be a whole number of at least {least}",
                 f"it is {number!r}",
                 f"write {written}{max(least, 1)} or more",
+            )
+
+    def _check_compile(self) -> None:
+        """Raise PlanError where the model, or its blocks, can't be compiled under the plan's other options."""
+        if self.checkpointing == "offload" and self.is_compiled:
+            raise PlanError(
+                f"the plan's checkpointing=offload beside compile={self.compile}",
+                "the hooks that copy activations can't be compiled",
+                "leave one of them out",
+            )
+        beside = Mesh.parse(self.mesh).used(GRAPH_AXES)
+        if self.compile == "blocks" and beside:
+            raise PlanError(
+                f"the plan's compile=blocks beside {beside[0]}",
+                "there each rank runs graphs of the model's operations, which compile=on compiles region by region",
+                f"write compile=on, or leave {beside[0]} out",
             )
 
     def _check_server(self) -> None:
@@ -277,6 +290,11 @@ class Plan:
     def is_one_process(self) -> bool:
         """True if one process trains, without servers."""
         return self.world_size == 1 and not self.server
+
+    @property
+    def is_compiled(self) -> bool:
+        """True if torch.compile compiles the model or its blocks."""
+        return self.compile != "off"
 
     def check_effect(self, options: Iterable[str], axes: str) -> None:
         """Raise PlanError where an option has no effect under the plan's axes.

@@ -80,9 +80,7 @@ def recompute_blocks(model: torch.nn.Module, mode: str, is_compiled: bool = Fals
     """
     if mode == "none":
         return 0
-    config = getattr(model, "config", None)
-    if getattr(config, "use_cache", False):  # a block that fills a cache can't be run twice
-        config.use_cache = False  # type: ignore[union-attr]
+    fill_no_cache(model)  # a block that fills one can't be run twice
     blocks = [block for block in find_blocks(model).values() if not _has_batch_norm(block)]
     for block in blocks:
         has_buffers = any(module._buffers for module in block.modules())
@@ -94,6 +92,18 @@ def recompute_blocks(model: torch.nn.Module, mode: str, is_compiled: bool = Fals
             compiled_never = decorators.disable(block.forward)  # type: ignore[no-untyped-call]
             block.forward = functools.update_wrapper(compiled_never, forward, updated=())
     return len(blocks)
+
+
+def fill_no_cache(model: torch.nn.Module) -> None:
+    """Have a model of transformers keep no keys and values for later words, which training has no use for."""
+    config = getattr(model, "config", None)
+    if getattr(config, "use_cache", False):
+        config.use_cache = False  # type: ignore[union-attr]
+
+
+def is_kept_from_compiler(forward: Callable[..., Any]) -> bool:
+    """Return True if `recompute_blocks` has kept a block's forward function from the compiler."""
+    return getattr(forward, "_torchdynamo_disable", False)  # torch's own mark
 
 
 def nothing_recomputed(mode: str, why: str = "the model has no repeated blocks, or they have batch norm") -> str:

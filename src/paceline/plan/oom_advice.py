@@ -118,7 +118,7 @@ def _of_activations(plan: Plan, smaller: Sequence[int]) -> Iterator[Change]:
     for mode in ("selective", "full"):
         checkpointed = dataclasses.replace(plan, checkpointing=mode)
         yield Change("checkpointing", f"checkpointing={mode} in the plan", checkpointed)
-    if plan.compile == "off":
+    if not plan.is_compiled:
         offloaded = dataclasses.replace(plan, checkpointing="offload")
         yield Change(OFFLOAD, "checkpointing=offload in the plan", offloaded)
     checkpointed = dataclasses.replace(plan, checkpointing="full")

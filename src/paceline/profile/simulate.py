@@ -350,9 +350,9 @@ def check_dense(placed: Any, replicas: int) -> None:
 def check_can_try(plan: Plan) -> None:
     """Raise PlanError for what can't be simulated."""
     asked = "can't predict a step without training"
-    if plan.compile == "on":
+    if plan.is_compiled:
         fix = "leave compile out: what it fuses is not known beforehand"
-        raise PlanError(asked, "the plan has compile=on, which can't be predicted", fix)
+        raise PlanError(asked, f"the plan has compile={plan.compile}, which can't be predicted", fix)
     if plan.compression == "topk":
         fix = "leave it out: what it sends depends on the values"
         raise PlanError(asked, "the plan has compression=topk, which can't be predicted", fix)

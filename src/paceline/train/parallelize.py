@@ -188,9 +188,17 @@ def change_blocks(
 
     Returns:
         Notices, and the activations that the plan has in the host's memory, if any.
+
+    Raises:
+        PlanError: the blocks are to be compiled, and there are none.
     """
     notices = use_float8(model, plan, device, is_real)
     offloaded = None
+    blocks = None
+    if plan.compile == "blocks":
+        from paceline.parallel.compiled_blocks import compile_blocks, forwards_of_blocks, nothing_compiled
+
+        blocks = forwards_of_blocks(model)
     if plan.checkpointing == "offload":
         offloaded = offload_blocks(model, device)
         if offloaded is None:
@@ -198,10 +206,12 @@ def change_blocks(
     if plan.checkpointing in ("selective", "full"):
         from paceline.parallel.recompute import nothing_recomputed, recompute_blocks
 
-        if not recompute_blocks(model, plan.checkpointing, plan.compile == "on"):
+        if not recompute_blocks(model, plan.checkpointing, plan.is_compiled):
             notices.append(nothing_recomputed(plan.checkpointing))
     if plan.compile == "on":
         model.compile()
+    if blocks is not None and not compile_blocks(blocks):
+        notices.append(nothing_compiled(plan.checkpointing))
     return notices, offloaded
 
 

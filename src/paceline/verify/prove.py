@@ -199,11 +199,12 @@ class _Proof:
         if "step" in what:
             for precision in precisions:
                 reference = Reference.read(self.folder, precision)
-                if self.plan.compile == "on" and reference.facts["draws_by_place"]:
+                if self.plan.is_compiled and reference.facts["draws_by_place"]:
+                    compiled = f"compile={self.plan.compile}"
                     raise WorkloadError(
-                        "with compile=on, the model's random numbers can't be made the same under every plan",
+                        f"with {compiled}, the model's random numbers can't be made the same under every plan",
                         "it draws some that are no dropout (torch.rand in a forward pass)",
-                        "verify it without compile=on, or switch that part off for verifying (drop_path=0)",
+                        f"verify it without {compiled}, or switch that part off for verifying (drop_path=0)",
                     )
                 self.verdict.notices += reference.facts["notices"]
                 check_step(self.verdict, reference, self._results(precision))

@@ -99,7 +99,7 @@ class _RankRun:
         PLACES.copies = PATHS
         with ExitStack() as stack:
             if not self.run.get("draws"):
-                stack.enter_context(controlled(is_off, self.plan.compile == "on"))
+                stack.enter_context(controlled(is_off, self.plan.is_compiled))
             job = Job(self.workload, self.plan)
             if job.parallel.loss_scale is not None:
                 job.parallel.loss_scale.value = scale_of(self.workload)
@@ -115,7 +115,7 @@ class _RankRun:
             self._record(job, first - 1)
             if self.run.get("watch"):
                 self._look_on(job)
-            if self.run.get("draws") and self.plan.compile == "off":
+            if self.run.get("draws") and not self.plan.is_compiled:
                 self._look_at_dropout(job)
             batches = iter(job.batches())
             for step in range(first, self.run["steps"] + 1):
@@ -153,7 +153,7 @@ class _RankRun:
 
     def _take_step(self, job: Job, batch: Batch) -> float:
         """Take a step and return its loss; in a run with the model's own dropout enter its masks, too."""
-        if not self.run.get("draws") or self.plan.compile == "on":
+        if not self.run.get("draws") or self.plan.is_compiled:
             return job.step(batch)
         self.mask_pieces.clear()
         with DropoutTrace() as drawn:
