@@ -321,6 +321,12 @@ def check_plan(plan: Plan) -> None:
             "compressed gradients differ from those of one process by design",
             "verify the same plan with compression=none",
         )
+    if plan.optimizer_states != "full":
+        raise PlanError(
+            f"can't verify optimizer_states={plan.optimizer_states}",
+            "it compares in float64, and what keeps states in few bits updates in float32",
+            "verify the same plan without optimizer_states",
+        )
 
 
 def as_json(verdict: Verdict, request: VerifyRequest) -> dict[str, Any]:
