@@ -385,7 +385,7 @@ def _put_together(
         of_moment = key.rpartition(".")[0], name.removeprefix(f"{OPTIMIZER}{key}/")
         pieces.setdefault(of_moment, {})[key] = tensor
     owners: dict[torch.nn.Parameter, torch.optim.Optimizer] = {}
-    for one in alone(optimizer):
+    for one in parts_of(optimizer):
         for group in one.param_groups:
             owners |= dict.fromkeys(group["params"], one)
     for (key, name), read in pieces.items():
