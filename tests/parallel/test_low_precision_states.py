@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
+import os
+import tempfile
+import warnings
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -20,6 +25,7 @@ from paceline.nouns.profile import OPTIMIZER
 from paceline.nouns.shard_spec import Cut, ShardSpec
 from paceline.parallel.low_precision_states import (
     is_packed,
+    lower_in_place,
     memory_of,
     pieces_of,
     put_together,
@@ -200,13 +206,13 @@ def test_what_is_updated_whole(shape, cut, is_whole):
 def test_groups_keep_their_settings(make, states, ending):
     first, second = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
     groups = [{"params": [first], "lr": 0.1, "name": "first"}, {"params": [second], "weight_decay": 0.5}]
-    made = with_low_precision(make(groups, lr=0.2, betas=(0.8, 0.9), eps=1e-6, amsgrad=True, fused=True), states)
+    made = with_low_precision(make(groups, lr=0.2, betas=(0.8, 0.9), eps=1e-6, fused=True), states)
     assert type(made).__name__ == f"{make.__name__}{ending}"
     assert [group["params"] for group in made.param_groups] == [[first], [second]]
     assert [float(group["lr"]) for group in made.param_groups] == pytest.approx([0.1, 0.2])
     assert [group["weight_decay"] for group in made.param_groups] == [make([first]).defaults["weight_decay"], 0.5]
     for group in made.param_groups:
-        assert (group["betas"], group["eps"], group["amsgrad"]) == ((0.8, 0.9), 1e-6, True)
+        assert (group["betas"], group["eps"], group["amsgrad"]) == ((0.8, 0.9), 1e-6, False)
     assert made.param_groups[0]["name"] == "first"
 
 
@@ -241,6 +247,7 @@ WEIGHT = nn.Parameter(torch.zeros(4))
         (lambda: torch.optim.SGD([WEIGHT], 0.1), "a SGD, and only torch.optim's Adam and AdamW"),
         (lambda: OwnAdam([WEIGHT]), "a OwnAdam, and only"),
         (lambda: several(torch.optim.AdamW, torch.optim.Muon), "a Muon, and only"),
+        (lambda: torch.optim.Adam([WEIGHT], amsgrad=True), "amsgrad=True"),
         (lambda: torch.optim.Adam([WEIGHT], maximize=True), "maximize=True"),
         (lambda: torch.optim.Adam([WEIGHT], capturable=True), "capturable=True"),
         (lambda: torch.optim.Adam([WEIGHT], differentiable=True), "differentiable=True"),
@@ -386,3 +393,85 @@ def test_the_compiled_update_is_the_one_as_written():
                 optimizer.step()
         ends.append(parameter.detach())
     torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-4)
+
+
+def loop(plan, count, load=None, save=None):
+    """A loop of one's own: `count` steps, and what its parameters and states are then."""
+    os.environ["PACELINE_PLAN"] = json.dumps(asdict(Plan.parse(plan)))
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    loader = torch.utils.data.DataLoader(samples(), batch_size=8)
+    with not_compiled():
+        job, model, same, loader, scheduler = paceline.prepare(model, optimizer, loader, scheduler)
+        assert same is optimizer
+        if load is not None:
+            job.load(load)
+        batches = iter(loader)
+        for _ in range(count):
+            optimizer.zero_grad()
+            value = (model(next(batches)) - 1).square().mean()
+            job.backward(value)
+            optimizer.step()
+            scheduler.step()
+        if save is not None:
+            job.save(save)
+        state = state_of(job)
+        job.close()
+    return state, type(optimizer).__name__, float(optimizer.param_groups[0]["lr"])
+
+
+def loops(rank, plans, folder):
+    api.init()
+    found = {}
+    for plan in plans:
+        path = f"{folder}/{plan}"
+        found[plan] = loop(plan, STEPS), loop(plan, 2, save=path), loop(plan, STEPS - 2, load=path)
+    return found
+
+
+@functools.cache
+def loop_alone():
+    with tempfile.TemporaryDirectory() as folder:
+        (found,) = run_ranks(1, loops, ["replicate=1,optimizer_states=8bit"], folder)
+    return found["replicate=1,optimizer_states=8bit"]
+
+
+def test_a_loop_has_the_same_optimizer_with_other_states():
+    (state, kind, rate), _, resumed = loop_alone()
+    assert kind == "AdamW8bit"
+    assert rate == pytest.approx(0.01 / (1 + STEPS))
+    assert any(name.endswith("exp_avg.codes/odd.weight") for name in state)
+    for name, (part, _) in state.items():
+        assert torch.equal(part, resumed[0][name][0]), name
+
+
+def test_a_loop_of_two_ranks_ends_where_one_does(tmp_path):
+    plans = [f"{plan},optimizer_states=8bit" for plan in PLANS]
+    expected = loop_alone()[0][0]
+    for found in run_ranks(2, loops, plans, str(tmp_path), timeout_s=300):
+        for plan, ((state, _, _), _, (resumed, _, _)) in found.items():
+            for name, (part, spec) in state.items():
+                assert torch.equal(part, resumed[name][0]), (plan, name)
+                if name.startswith("model/"):
+                    whole = take(expected[name][0], spec).view(torch.float32)
+                    torch.testing.assert_close(part.view(torch.float32), whole, rtol=1e-3, atol=1e-3)
+
+
+def test_a_scheduler_that_was_made_before_sees_the_steps():
+    parameter = nn.Parameter(torch.zeros(8))
+    optimizer = torch.optim.Adam([parameter], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    lower_in_place(optimizer, "8bit")
+    parameter.grad = torch.ones(8)
+    called = []
+    optimizer.register_step_pre_hook(lambda *arguments: called.append(arguments))
+    with warnings.catch_warnings(), not_compiled():
+        warnings.simplefilter("error", UserWarning)
+        optimizer.step()
+        scheduler.step()
+    assert len(called) == 1
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.01)
+    assert "fused" not in optimizer.param_groups[0]
+    assert float(parameter.detach()[0]) == pytest.approx(-0.1, rel=1e-4)

@@ -41,12 +41,6 @@ def check_plan_of_loop(plan: Plan) -> None:
             "the optimizers of a plain loop keep their state where the parameters are",
             "leave offload out",
         )
-    if plan.optimizer_states != "full":
-        raise PlanError(
-            f"the plan's optimizer_states={plan.optimizer_states}",
-            "the optimizers of a plain loop are used as they are",
-            "leave it out, and make the optimizer by torchao, such as torchao.optim.AdamW8bit(model.parameters())",
-        )
     for name, value in (("checkpointing", "none"), ("compile", "off")):
         if getattr(plan, name) != value:
             raise PlanError(

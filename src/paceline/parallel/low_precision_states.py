@@ -16,8 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import importlib
 import math
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -40,8 +43,8 @@ _PIECES = (_CODES, _SCALE)
 _SIGNED = "exp_avg"  # the one moment that may be below 0
 # Settings of torch's Adam without a counterpart, that change no result.
 _DROPPED = ("foreach", "fused", "decoupled_weight_decay")
-# And those that do, or that a GPU's graphs need.
-_REFUSED = ("maximize", "capturable", "differentiable")
+# And those that do, or that a GPU's graphs need. torchao has amsgrad, which fails in its first step (0.18).
+_REFUSED = ("amsgrad", "maximize", "capturable", "differentiable")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Bytes an element that a compiled step holds meanwhile (torch 2.13, CPU: the buffers in inductor's code): both moments
 # in float32; for 4 bits also the codes of both in int64, and unpacked in uint8.
@@ -64,6 +67,48 @@ def with_low_precision(optimizer: torch.optim.Optimizer, states: str) -> torch.o
     if isinstance(optimizer, OptimizerList):
         return OptimizerList([_converted(one, states) for one in optimizer])
     return _converted(optimizer, states)
+
+
+def lower_in_place(optimizer: torch.optim.Optimizer, states: str) -> None:
+    """Make one of torch's optimizers torchao's, the same object: a loop, its schedulers and its hooks have it.
+
+    Args:
+        optimizer: the loop's.
+        states: the plan's `optimizer_states`; "full" leaves it as it is.
+
+    Raises:
+        PlanError: torchao is not installed, or has no such optimizer.
+    """
+    if states == "full":
+        return
+    check_torchao("optimizer_states", states)
+    made = _converted(optimizer, states)
+    optimizer.__class__ = type(made)
+    for name, value in vars(made).items():
+        if name not in vars(optimizer):
+            setattr(optimizer, name, value)
+    optimizer.defaults = made.defaults
+    for group, settings in zip(optimizer.param_groups, made.param_groups, strict=True):
+        for name in group.keys() - settings.keys():
+            del group[name]
+        group.update(settings)
+    if "step" in vars(optimizer):
+        _count_steps(optimizer)
+
+
+def _count_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Have a scheduler of torch's, which has put a function in the place of `step`, see torchao's steps."""
+    reference = weakref.ref(optimizer)
+    update = type(optimizer).step
+
+    @functools.wraps(update)
+    def step(*arguments: Any, **named: Any) -> Any:
+        own: Any = reference()
+        own._opt_called = True  # torch warns where its scheduler steps first
+        return update(own, *arguments, **named)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = step  # type: ignore[method-assign]
 
 
 def _converted(optimizer: torch.optim.Optimizer, states: str) -> torch.optim.Optimizer:
@@ -103,7 +148,7 @@ def _check(optimizer: torch.optim.Optimizer, states: str) -> None:
             if group.get(name):
                 raise _refused(
                     states,
-                    f"the {kind.__name__} has {name}=True, which torchao's optimizers have not",
+                    f"the {kind.__name__} has {name}=True, with which torchao's optimizers can't step",
                     f"leave {name} out, or optimizer_states",
                 )
         for parameter in group["params"]:
@@ -163,17 +208,17 @@ def _keeps_blocks(optimizer: Any, spec: ShardSpec | None) -> bool:
     if len(spec.cuts) > 1:
         return False
     cut = spec.cuts[0]
-    is_packed = _is_packed(optimizer, spec.numel)
+    is_packed = keeps_packed(optimizer, spec.numel)
     if is_packed and (cut.dim != 0 or len(cut.blocks) > 1):
         return False  # a part is not consecutive
     for part in range(cut.parts):
         other = ShardSpec(spec.shape, (dataclasses.replace(cut, part=part),))
-        if _is_packed(optimizer, math.prod(other.local_shape)) != is_packed:
+        if keeps_packed(optimizer, math.prod(other.local_shape)) != is_packed:
             return False
     return True
 
 
-def _is_packed(optimizer: Any, numel: int) -> bool:
+def keeps_packed(optimizer: Any, numel: int) -> bool:
     """True if torchao keeps the moments of so many elements in few bits; it is asked, on a tensor without memory."""
     return numel > 0 and is_packed(optimizer._new_buffer(torch.empty(numel, device="meta"), True))
 
@@ -265,8 +310,18 @@ def put_together(
 
 
 @contextlib.contextmanager
-def not_compiled() -> Iterator[None]:
-    """Have torchao's optimizers make their states in a step, hold what they need meanwhile, and compute nothing."""
+def not_compiled(states: str = "full") -> Iterator[None]:
+    """Have torchao's optimizers make their states in a step, hold what they need meanwhile, and compute nothing.
+
+    Args:
+        states: the plan's `optimizer_states`: all but "full" will need torchao.
+
+    Raises:
+        PlanError: torchao is not installed.
+    """
+    if states != "full":
+        check_torchao("optimizer_states", states)
+        importlib.import_module("torchao.optim")
     adam = sys.modules.get("torchao.optim.adam")
     if adam is None:
         yield

@@ -158,7 +158,8 @@ class SimulatedStep:
         has_shards = self.host is not None and self.host.has_shards
         copying = copies_from_host() if has_shards else contextlib.nullcontext()
         watching = self.recorder.watching()
-        with as_on_gpu(self.asked_device, self.recorder), unnoticed(), not_compiled(), copying, mode, watching:
+        plain = not_compiled(self.plan.optimizer_states)
+        with as_on_gpu(self.asked_device, self.recorder), unnoticed(), plain, copying, mode, watching:
             yield
 
     def _place_model(self, assembly: Assembly) -> ModelAdapter:

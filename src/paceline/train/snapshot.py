@@ -29,6 +29,7 @@ from paceline.parallel.low_precision_states import (
     is_low_precision,
     is_packed,
     is_piece,
+    keeps_packed,
     pieces_of,
     put_together,
     shape_of_piece,
@@ -375,36 +376,50 @@ def _put_together(
     Raises:
         CheckpointError: the optimizer has such a moment in another form.
     """
+    owners = _low_precision_owners(optimizer)
     together: dict[str, torch.Tensor] = {}
     pieces: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
-        key = _key_of(name)
-        if not name.startswith(OPTIMIZER) or not is_piece(key):
+        if not name.startswith(OPTIMIZER):
             together[name] = tensor
             continue
-        of_moment = key.rpartition(".")[0], name.removeprefix(f"{OPTIMIZER}{key}/")
-        pieces.setdefault(of_moment, {})[key] = tensor
-    owners: dict[torch.nn.Parameter, torch.optim.Optimizer] = {}
-    for one in parts_of(optimizer):
-        for group in one.param_groups:
-            owners |= dict.fromkeys(group["params"], one)
+        key, _, parameter_name = name.removeprefix(OPTIMIZER).partition("/")
+        if is_piece(key):
+            pieces.setdefault((key.rpartition(".")[0], parameter_name), {})[key] = tensor
+            continue
+        owner = owners.get(local_parameters[parameter_name]) if parameter_name in local_parameters else None
+        if owner is not None and keeps_packed(owner, tensor.numel()):
+            raise _in_another_form(optimizer, key, parameter_name, "in full")
+        together[name] = tensor
     for (key, name), read in pieces.items():
         if name not in local_parameters:
             continue
         parameter = local_parameters[name]
         like = _like_state(parameter, held.get(OPTIMIZER + name))
         here = torch.empty(like.shape, dtype=like.dtype, device=local_part(parameter).device)
-        owner = owners.get(parameter)
-        is_low = owner is not None and is_low_precision(owner)
-        value = put_together(owner, here, key, read) if is_low else None
+        value = put_together(owners[parameter], here, key, read) if parameter in owners else None
         if value is None:
-            raise CheckpointError(
-                f"the checkpoint's optimizer state {key} of {name} should fit the job's optimizer",
-                f"it is in blocks, and the job's {kind_of(optimizer)} has it in another form",
-                "make the optimizer as it was when the checkpoint was saved, or start without the checkpoint",
-            )
+            raise _in_another_form(optimizer, key, name, "in blocks")
         together[f"{OPTIMIZER}{key}/{name}"] = value
     return together
+
+
+def _low_precision_owners(optimizer: torch.optim.Optimizer) -> dict[torch.nn.Parameter, torch.optim.Optimizer]:
+    """Return for each parameter with states in few bits the optimizer that has it."""
+    owners: dict[torch.nn.Parameter, torch.optim.Optimizer] = {}
+    for one in parts_of(optimizer):
+        if is_low_precision(one):
+            for group in one.param_groups:
+                owners |= dict.fromkeys(group["params"], one)
+    return owners
+
+
+def _in_another_form(optimizer: torch.optim.Optimizer, key: str, name: str, form: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint's optimizer state {key} of {name} should fit the job's optimizer",
+        f"it is {form}, and the job's {kind_of(optimizer)} has it in another form",
+        "write the optimizer_states that the checkpoint was saved with, or start without the checkpoint",
+    )
 
 
 def _with_state_here(
