@@ -316,6 +316,22 @@ def test_a_checkpoint_in_other_bits_is_refused(tmp_path):
         assert "write optimizer_states=8bit" in fix
 
 
+def test_a_moment_in_full_is_no_state_of_an_optimizer_with_few_bits():
+    model = Net()
+    optimizer = with_low_precision(torch.optim.AdamW(model.parameters()), "8bit")
+    saved = {
+        "class": "AdamW8bit",
+        "numbers": {},
+        "groups": [{"parameters": [name for name, _ in model.named_parameters()]}],
+    }
+    full = {"optimizer/exp_avg/even.weight": torch.zeros(ROWS["even"], 128)}
+    with pytest.raises(CheckpointError, match="in full"):
+        snapshot.restore_optimizer(model, optimizer, full, saved, {})
+    small = {"optimizer/exp_avg/small.weight": torch.ones(ROWS["small"], 128)}
+    snapshot.restore_optimizer(model, optimizer, small, saved, {})
+    assert optimizer.state[model.small.weight]["exp_avg"].sum() == ROWS["small"] * 128
+
+
 def state_bytes(rank, plan):
     api.init()
     with not_compiled():
