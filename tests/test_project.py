@@ -152,13 +152,15 @@ def test_the_product_mocks_nothing_and_overwrites_no_method_of_a_live_object():
         text = path.read_text()
         assert "unittest" not in text, path
         # torch's own classes, while a model is captured or measured; the `forward` of batch norm, and of a loop's
-        # model that is split: the loop goes on calling the module that it has.
+        # model that is split: the loop goes on calling the module that it has. The `step` that torch's scheduler has
+        # overwritten already.
         known = {
             "kept_values.py": 1,
             "control_flow_trace.py": 2,
             "planner_peaks.py": 1,
             "batch_norm.py": 1,
             "split_forward.py": 1,
+            "low_precision_states.py": 1,
             "main.py": 1,
         }
         allowed = known.get(path.name, 0)

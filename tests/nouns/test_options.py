@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from dataclasses import asdict, fields
+from types import SimpleNamespace
 
 import pytest
 
 from paceline.nouns.errors import PlanError
-from paceline.nouns.options import SCOPES
+from paceline.nouns.options import SCOPES, check_torchao
 from paceline.nouns.plan import OPTIONS, Plan
+from paceline.run.start.backends import check_programs
 from paceline.run.supervise.elastic import rescaled
 
 # Of every option that does not apply everywhere: a value, a plan in which it has an effect, and one in which not.
@@ -46,7 +49,7 @@ IN_A_FILE = {
     "compression beside tensor": ("bf16", "replicate=2,tensor=2", "shard=2,tensor=2"),
     "bucket_bytes": (1024, "replicate=2", "pipeline=2"),
 }
-ANYWHERE = {"checkpointing", "compile", "server", "checkpoint_every", "keep", "copy_to"}
+ANYWHERE = {"optimizer_states", "checkpointing", "compile", "server", "checkpoint_every", "keep", "copy_to"}
 
 
 def test_every_option_is_in_the_tables():
@@ -119,3 +122,20 @@ def test_a_job_on_fewer_hosts_has_a_plan_that_can_be_read():
     assert Plan.of(asdict(plan), "a file") == plan
     grown = rescaled(Plan(mesh="replicate=1", compression="bf16"), 4)
     assert (grown.mesh, grown.compression) == ("replicate=4", "bf16")
+
+
+def test_without_torchao_its_options_say_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(PlanError) as caught:
+        check_torchao("optimizer_states", "8bit")
+    assert caught.value.asked == "the plan's optimizer_states=8bit"
+    assert caught.value.found == "the package torchao is not installed"
+    assert caught.value.fix == "pip install 'paceline[lowbits]'"
+
+
+def test_a_job_is_refused_before_it_starts_where_torchao_is_missing(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    request = SimpleNamespace(place="here")
+    check_programs(request, Plan())
+    with pytest.raises(PlanError, match="optimizer_states=4bit"):
+        check_programs(request, Plan(optimizer_states="4bit"))

@@ -28,6 +28,7 @@ CHOICES = {
     "context_by": nouns_plan.CONTEXT_BY,
     "schedule": nouns_plan.SCHEDULES,
     "checkpointing": nouns_plan.CHECKPOINTING,
+    "optimizer_states": nouns_plan.OPTIMIZER_STATES,
     "transport": nouns_plan.TRANSPORTS,
     "compression": nouns_plan.COMPRESSIONS,
     "mode": nouns_plan.MODES,

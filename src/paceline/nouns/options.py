@@ -6,6 +6,7 @@ ranks: then the option is left out of the plan, and the command says so.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,7 @@ class Scope:
 SCOPES = {
     "zero": Scope(("shard",), beside_split=(1,)),
     "offload": Scope(("shard",), neutral=("off",), beside_split=("off",)),
+    "optimizer_states": Scope(neutral=("full",)),
     "sequence": Scope(("tensor",), neutral=("off",)),
     "context_by": Scope(("context",), neutral=("auto",)),
     "schedule": Scope(("pipeline",)),
@@ -124,3 +126,16 @@ def without_effect(options: Mapping[str, Any], mesh: Mesh) -> Iterator[str]:
             continue
         if all(mesh.size(axis) == 1 for axis in scope.axes):
             yield name
+
+
+def check_torchao(name: str, value: str) -> None:
+    """Raise PlanError where an option's value needs torchao, which is not installed.
+
+    Args:
+        name: of the option.
+        value: of it.
+    """
+    if importlib.util.find_spec("torchao") is None:
+        raise PlanError(
+            f"the plan's {name}={value}", "the package torchao is not installed", "pip install 'paceline[lowbits]'"
+        )

@@ -19,6 +19,7 @@ COMPRESSIONS = ("none", "bf16", "fp16", "powersgd", "topk")
 TRANSPORTS = ("auto", "shared_memory", "gloo", "nccl")
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
 CHECKPOINTING = ("none", "selective", "full", "offload")
+OPTIMIZER_STATES = ("full", "8bit", "4bit", "float8")  # all but full by torchao
 CONTEXT_BY = ("auto", "ring", "heads")
 SWITCH = ("off", "on")
 FLOAT8 = ("off", "rowwise", "rowwise_with_gw_hp")  # of torchao's recipes those that don't look at other samples
@@ -28,8 +29,8 @@ SERVER_OPTIONS = ("server", "mode", "quorum", "staleness", "deadline", "replicas
 SHORT_OPTIONS = {"ps": "server"}
 _KINDS = {"str": str, "int": int, "float": float}
 OPTIONS = (
-    *("zero", "offload", "sequence", "context_by", "schedule", "micro_batches", "checkpointing", "compile", "float8"),
-    *("transport", "compression", "bucket_bytes"),
+    *("zero", "offload", "optimizer_states", "sequence", "context_by", "schedule", "micro_batches"),
+    *("checkpointing", "compile", "float8", "transport", "compression", "bucket_bytes"),
     *SERVER_OPTIONS,
 )
 
@@ -51,6 +52,7 @@ class Plan:
         copy_to: URL of a folder in an object store that checkpoints are copied to; "" copies none.
         zero: what `shard` splits: 1 optimizer state, 2 also gradients, 3 also parameters.
         offload: "on" keeps the optimizer state of `shard` in host memory.
+        optimizer_states: what Adam's moments are kept in: "full", the parameters' dtype; "8bit", "4bit" or "float8".
         sequence: "on" splits norms and dropout along the sequence, under `tensor`.
         context_by: how ranks of `context` share attention: "ring" (keys and values go round), "heads" (heads are
             exchanged), or the cheapest of both and their products, "auto".
@@ -87,6 +89,7 @@ class Plan:
     copy_to: str = ""
     zero: int = 3
     offload: str = "off"
+    optimizer_states: str = "full"
     sequence: str = "off"
     context_by: str = "auto"
     schedule: str = "1f1b"
@@ -112,6 +115,7 @@ class Plan:
         self._check_choice("checkpointing", CHECKPOINTING)
         self._check_choice("float8", FLOAT8)
         self._check_choice("compile", COMPILE)
+        self._check_choice("optimizer_states", OPTIMIZER_STATES)
         self._check_choice("mode", MODES)
         for name in ("offload", "sequence"):
             self._check_choice(name, SWITCH)
@@ -133,6 +137,18 @@ class Plan:
                 f"the plan's float8={self.float8} beside {beside[0]}",
                 "there the model runs as a graph, in which linear layers keep their dtype",
                 f"leave float8 out, or write replicate or shard in place of {beside[0]}",
+            )
+        if self.optimizer_states != "full" and self.offload == "on":
+            raise PlanError(
+                f"the plan's optimizer_states={self.optimizer_states} beside offload=on",
+                "the host's memory has the optimizer's state in full precision",
+                "leave one of them out",
+            )
+        if self.optimizer_states != "full" and Mesh.parse(self.mesh).size("expert") > 1:
+            raise PlanError(
+                f"the plan's optimizer_states={self.optimizer_states} beside expert",
+                "each rank updates some experts' part of a weight, and blocks of states are of whole weights",
+                "leave optimizer_states out, or write tensor in place of expert",
             )
         self._check_server()
 
@@ -223,6 +239,12 @@ class Plan:
             value = getattr(self, name)
             if value != default:
                 raise PlanError(f"the plan's {name}={value}", "its gradients go to servers", f"leave {name} out")
+        if self.optimizer_states != "full":
+            raise PlanError(
+                f"the plan's optimizer_states={self.optimizer_states}",
+                "its servers keep the optimizer's state in full precision",
+                "leave optimizer_states out",
+            )
 
     @classmethod
     def parse(cls, text: str, **values: Any) -> Plan:

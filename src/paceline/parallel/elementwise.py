@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from paceline.nouns.errors import PlanError
+from paceline.parallel.low_precision_states import CutOf, is_low_precision, updated_whole
 from paceline.parallel.optimizer_list import alone
 from paceline.parallel.optimizer_parts import DECLARATION, groups_of
 from paceline.parallel.shard.local_optimizer_step import stand_ins
@@ -35,19 +36,25 @@ _OFF = ("capturable", "fused", "foreach")
 Kind = tuple[dict[str, Any], int]  # a parameter's group, and its number of dimensions
 
 
-def find_whole_parameters(optimizer: torch.optim.Optimizer, axes: Sequence[str]) -> set[torch.nn.Parameter]:
+def find_whole_parameters(
+    optimizer: torch.optim.Optimizer, axes: Sequence[str], cut_of: CutOf | None = None
+) -> set[torch.nn.Parameter]:
     """Return the parameters that the optimizer, with the settings of their groups, can't update in parts.
 
     Args:
         optimizer: the person's; of several, each is tried.
         axes: that cut parameters: `shard` by their first dimension, `tensor` by any.
+        cut_of: how each parameter is cut; one with states in few bits updates some parts, if they are whole blocks.
 
     Raises:
         PlanError: it can't be tried, or it updates a parameter from others.
     """
     whole: set[torch.nn.Parameter] = set()
     for one in alone(optimizer):
-        whole |= _find_whole_parameters(one, axes)
+        if is_low_precision(one):  # known, and a trial would compile
+            whole |= updated_whole(one, cut_of)
+        else:
+            whole |= _find_whole_parameters(one, axes)
     return whole
 
 
@@ -97,6 +104,8 @@ def check_updates_apart(optimizer: torch.optim.Optimizer, axis: str) -> None:
         PlanError: it updates a parameter from others.
     """
     for one in alone(optimizer):
+        if is_low_precision(one):
+            continue
         distance = 0.0
         # Its class may want more than its defaults: only where parameters are cut it has to be tried.
         with contextlib.suppress(Exception), _aside():
@@ -114,11 +123,17 @@ class LaterParameters:
         optimizer: the user's.
         axes: that cut parameters.
         whole: what it updates whole.
+        cut_of: as `find_whole_parameters` takes it.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, axes: Sequence[str], whole: Mapping[torch.nn.Parameter, str]
+        self,
+        optimizer: torch.optim.Optimizer,
+        axes: Sequence[str],
+        whole: Mapping[torch.nn.Parameter, str],
+        cut_of: CutOf | None = None,
     ) -> None:
+        self.cut_of = cut_of
         self.optimizer = optimizer
         self.axes = axes
         self.whole = whole
@@ -136,7 +151,7 @@ class LaterParameters:
         trained = self._trained()
         if trained == self.trained:
             return
-        found = find_whole_parameters(self.optimizer, self.axes)
+        found = find_whole_parameters(self.optimizer, self.axes, self.cut_of)
         later = [parameter for parameter in found if parameter.requires_grad and parameter not in self.whole]
         if later:
             name_of = names()

@@ -23,11 +23,12 @@ from paceline.graph.skeleton import skeleton
 from paceline.graph.stages import assign_stages
 from paceline.nouns.mesh import AXES, CUTTING_AXES, Mesh
 from paceline.nouns.plan import Plan
-from paceline.nouns.shard_spec import Cut
+from paceline.nouns.shard_spec import Cut, ShardSpec
 from paceline.nouns.workload import Workload
 from paceline.parallel.elementwise import find_whole_parameters
 from paceline.parallel.graph_adapter import check_whole_experts, cut_parameters
 from paceline.parallel.graph_model import SplitModel
+from paceline.parallel.low_precision_states import CutOf, with_low_precision
 from paceline.parallel.optimizer_list import as_one
 from paceline.parallel.shard.blocks import find_blocks, kept_whole
 from paceline.parallel.whole_update import CutParameter, assign_owners
@@ -76,7 +77,7 @@ def describe_split(workload: Workload, plan: Plan, place: int = 0, data_part: in
     batch = next(iter(loader.training(0, loader.order(workload.batch_size).batch_at(0).stop)))
     graphs = [first.capture(workload.loss, micro_batch) for micro_batch in batch.microbatches]
     # `shard` cuts by rows: of which rank is of no matter for the owners.
-    names = _updated_whole(workload, form, mesh)
+    names = _updated_whole(workload, form, plan)
     check_whole_experts(first, names)
     whole = cut_parameters(first, comms_without_groups(mesh, {}, Ledger())["shard"], names)
     description = {
@@ -115,7 +116,12 @@ def describe_shards(workload: Workload, plan: Plan) -> tuple[list[dict[str, Any]
             }
         )
     whole: dict[str, CutParameter] = {}
-    names = _updated_whole(workload, model, mesh) - unsharded
+    specs: dict[torch.nn.Parameter, ShardSpec] = {}
+    for name, parameter in model.named_parameters():
+        if name not in unsharded:
+            shape = tuple(parameter.shape)
+            specs[parameter] = ShardSpec(shape, (Cut(0, (shape[0],), 0, mesh.size("shard")),))
+    names = _updated_whole(workload, model, plan, specs.get) - unsharded
     for name, parameter in model.named_parameters():
         if name in names:
             shape = tuple(parameter.shape)
@@ -123,13 +129,19 @@ def describe_shards(workload: Workload, plan: Plan) -> tuple[list[dict[str, Any]
     return shards, assign_owners(whole, mesh)
 
 
-def _updated_whole(workload: Workload, model: torch.nn.Module, mesh: Mesh) -> set[str]:
+def _updated_whole(workload: Workload, model: torch.nn.Module, plan: Plan, cut_of: CutOf | None = None) -> set[str]:
     """Return the parameters that the optimizer can't update in parts.
+
+    Args:
+        workload: makes the optimizer.
+        model: without values.
+        plan: its mesh and options.
+        cut_of: as `find_whole_parameters` takes it.
 
     Raises:
         PlanError: it can't be used where axes cut parameters.
     """
-    axes = mesh.used(CUTTING_AXES)[::-1]
+    axes = Mesh.parse(plan.mesh).used(CUTTING_AXES)[::-1]
     if not axes:
         return set()
     defer_compiler_import()
@@ -137,7 +149,7 @@ def _updated_whole(workload: Workload, model: torch.nn.Module, mesh: Mesh) -> se
         optimizer = as_one(workload.optimizer(model))
     except (RuntimeError, NotImplementedError):  # it reads values, which the model has not: most work on parts
         return set()
-    whole = find_whole_parameters(optimizer, axes)
+    whole = find_whole_parameters(with_low_precision(optimizer, plan.optimizer_states), axes, cut_of)
     return {name for name, parameter in model.named_parameters() if parameter in whole and parameter.requires_grad}
 
 

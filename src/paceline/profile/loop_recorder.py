@@ -8,6 +8,7 @@ each message is answered here: they do what this rank does.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from paceline.comm.reducer import GroupReducer, Reducer
 from paceline.comm.shared_memory import MAX_BYTES, MAX_RANKS
 from paceline.nouns.profile import BUFFERS, COMMUNICATION, GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS
 from paceline.parallel.apply import Parallel
+from paceline.parallel.low_precision_states import memory_of
 from paceline.parallel.observer import FORWARD, REDUCE, UPDATE, StepObserver
 from paceline.parallel.optimizer_parts import parts_of
 from paceline.parallel.pieces import Agreed, OwnLoss, Piece, PiecewiseParallel
@@ -374,7 +376,7 @@ class LoopRecorder(StepObserver):
             # By storage: a state may be in two of an optimizer's parts.
             storages = {}
             for part in parts_of(optimizer):
-                for tensor in _tensors(list(part.state.values())):
+                for tensor in itertools.chain(*map(memory_of, _tensors(list(part.state.values())))):
                     storages[_key(tensor)] = tensor.untyped_storage().nbytes()
             sizes.append(sum(storages.values()))
         return sizes
@@ -399,7 +401,7 @@ class LoopRecorder(StepObserver):
     def _states_of(self, optimizer: torch.optim.Optimizer) -> Iterable[tuple[str, torch.Tensor]]:
         for name, parameter in updated_by(optimizer, self.parallel.named()).items():
             for part in parts_of(optimizer):
-                for tensor in _tensors(part.state.get(parameter, {})):
+                for tensor in itertools.chain(*map(memory_of, _tensors(part.state.get(parameter, {})))):
                     yield name, tensor
 
 

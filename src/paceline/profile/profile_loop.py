@@ -37,6 +37,7 @@ from paceline.nouns.plan import Plan
 from paceline.nouns.profile import Profile
 from paceline.nouns.reading import read_json
 from paceline.nouns.sink import MakeSink
+from paceline.parallel.low_precision_states import not_compiled
 from paceline.profile.gpu_dispatch import as_on_gpu
 from paceline.profile.loop_recorder import (
     AllStepsRecorded,
@@ -112,7 +113,7 @@ def profile_loop(script: str, plan: Plan, rank: int = 0, device: str = "cpu") ->
             for scaler in found.scalers:
                 scaler._enabled = False  # fake gradients can't be looked at; scaling them takes no memory
             recorder = LoopAllocations(loads_elsewhere=device != "cpu")
-            stack.enter_context(_watching(recorder, device))
+            stack.enter_context(_watching(recorder, device, plan.optimizer_states))
             job = LoneJob(found, plan.without_shared_memory(), seed, shard_frozen)
             check_dense(job.parallel.placed, plan.world_size)
             recorders.append(LoopRecorder(job, recorder))
@@ -149,10 +150,11 @@ def _be_rank(plan: Plan, rank: int) -> None:
 
 
 @contextmanager
-def _watching(recorder: LoopAllocations, device: str) -> Iterator[None]:
+def _watching(recorder: LoopAllocations, device: str, states: str) -> Iterator[None]:
     # A GPU's attention kernels take no tensors of the CPU, whose kernel keeps about the same.
     attention = functional.scaled_dot_product_attention
-    with as_on_gpu(device, recorder), patched(functional, scaled_dot_product_attention=attention), recorder.watching():
+    plain = patched(functional, scaled_dot_product_attention=attention)
+    with as_on_gpu(device, recorder), plain, not_compiled(states), recorder.watching():
         yield
 
 

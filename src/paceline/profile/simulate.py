@@ -43,6 +43,7 @@ from paceline.nouns.profile import (
 from paceline.nouns.workload import Workload
 from paceline.parallel.apply import RankPlace, strategy_of
 from paceline.parallel.float8 import multiply_as_gpu
+from paceline.parallel.low_precision_states import not_compiled
 from paceline.parallel.model_adapter import ModelAdapter
 from paceline.parallel.offload_activations import check_can_offload
 from paceline.profile.allocation_trace import Allocations, with_places
@@ -159,7 +160,9 @@ class SimulatedStep:
         mode = self.mode if self.mode is not None else contextlib.nullcontext()
         has_shards = self.host is not None and self.host.has_shards
         copying = copies_from_host() if has_shards else contextlib.nullcontext()
-        with as_on_gpu(self.asked_device, self.recorder), unnoticed(), copying, mode, self.recorder.watching():
+        watching = self.recorder.watching()
+        plain = not_compiled(self.plan.optimizer_states)
+        with as_on_gpu(self.asked_device, self.recorder), unnoticed(), plain, copying, mode, watching:
             yield
 
     def _place_model(self, assembly: Assembly) -> ModelAdapter:

@@ -9,6 +9,7 @@ import torch
 from paceline.comm.fully_shard import is_part
 from paceline.comm.host_copy import HostCopy
 from paceline.nouns.profile import ACTIVATIONS, GATHERED, GRADIENTS, OPTIMIZER
+from paceline.parallel.low_precision_states import memory_of
 from paceline.parallel.observer import StepObserver
 from paceline.parallel.optimizer_parts import state_of
 from paceline.parallel.peer_values import PeerValues
@@ -114,4 +115,5 @@ def states_of(parameters: Parameters, optimizer: torch.optim.Optimizer) -> Itera
     for name, parameter in parameters.items():
         for value in state_of(optimizer, parameter).values():
             if isinstance(value, torch.Tensor):
-                yield name, value
+                for tensor in memory_of(value):
+                    yield name, tensor

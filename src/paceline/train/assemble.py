@@ -121,7 +121,7 @@ class Assembly:
         """
         with fake():
             self.parallel = self.strategy(placed, self.workload, self.comms, self.plan, self.place)
-            self.optimizer = prepare.make_optimizer(self.workload, self.parallel.model)
+            self.optimizer = prepare.make_optimizer(self.workload, self.parallel.model, self.plan.optimizer_states)
         self.parallel.check_optimizer(self.optimizer)
         self.later_parameters = prepare.keep_own(self.optimizer, self.mesh, placed)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from paceline.comm.dtensor import local
+from paceline.parallel.low_precision_states import memory_of
 from paceline.parallel.optimizer_parts import parts_of
 from paceline.train.events import peak_memory_bytes
 
@@ -61,7 +62,7 @@ def _nbytes(tensors: Iterable[torch.Tensor], device: torch.device, counted: set[
 
 def _tensors(value: Any, depth: int = 8) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        yield value
+        yield from memory_of(value)
     elif depth and isinstance(value, dict):
         for each in value.values():
             yield from _tensors(each, depth - 1)

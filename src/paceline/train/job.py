@@ -667,6 +667,7 @@ class Job:
         folder = find_good(path, self.notice, partial(check_files_together, comm=self.world))
         manifest = read_manifest(folder)
         prepare.check_same_job(folder, manifest, self.workload, self.loader.samples)
+        snapshot.check_same_precision(self.optimizer, manifest["optimizer"])
         state = manifest["scheduler"]
         if self.scheduler is not None and state is not None:
             state = schedulers.checked_state(self.scheduler, state)  # refused before anything is changed

@@ -178,6 +178,11 @@ class LoopAssembly(Assembly):
         assert isinstance(parallel, PiecewiseParallel)
         self.parallel = parallel
         self.optimizer = preparing.make_optimizer(self.workload, self.parallel.model)
+        for optimizer in self.optimizers:
+            if self.plan.optimizer_states != "full":
+                from paceline.parallel.low_precision_states import lower_in_place
+
+                lower_in_place(optimizer, self.plan.optimizer_states)
         self.later_parameters = None
         for axis in self.mesh.used(CUTTING_AXES):
             from paceline.parallel.elementwise import check_updates_apart

@@ -17,6 +17,7 @@ from paceline.nouns.errors import CheckpointError, PeerLostError, PlanError, Wor
 from paceline.nouns.mesh import CUTTING_AXES, GRAPH_AXES, Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.reading import read_text
+from paceline.nouns.shard_spec import ShardSpec
 from paceline.nouns.workload import Workload
 from paceline.parallel.apply import strategy_of
 from paceline.parallel.model_adapter import ModelAdapter
@@ -32,6 +33,7 @@ from paceline.train.snapshot import as_json, parameter_names
 
 if TYPE_CHECKING:
     from paceline.parallel.elementwise import LaterParameters
+    from paceline.parallel.low_precision_states import CutOf
 
 DATA_PARTS = "PACELINE_DATA_PARTS"  # of the process of `verify` that stands for several ranks
 _STATES = 3  # a parameter and Adam's two moments: what a checkpoint holds at most of usual optimizers
@@ -170,10 +172,16 @@ def check_model(model: Any) -> None:
             )
 
 
-def make_optimizer(workload: Workload, model: torch.nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(workload: Workload, model: torch.nn.Module, states: str = "full") -> torch.optim.Optimizer:
     """Make the optimizer, over parameters of the model only.
 
+    Args:
+        workload: it makes it.
+        model: as this rank has it.
+        states: the plan's `optimizer_states`.
+
     Raises:
+        PlanError: the optimizer has no such states.
         WorkloadError: it is none, is one that needs a closure, or holds other parameters; of several, one parameter is
             in two of them or in none.
     """
@@ -199,7 +207,11 @@ def make_optimizer(workload: Workload, model: torch.nn.Module) -> torch.optim.Op
     parameter_names(model, optimizer)
     if isinstance(optimizer, OptimizerList):
         check_shared_out(optimizer, model)
-    return optimizer
+    if states == "full":
+        return optimizer
+    from paceline.parallel.low_precision_states import with_low_precision
+
+    return with_low_precision(optimizer, states)
 
 
 def keep_own(optimizer: torch.optim.Optimizer, mesh: Mesh, placed: ModelAdapter) -> LaterParameters | None:
@@ -221,7 +233,8 @@ def keep_own(optimizer: torch.optim.Optimizer, mesh: Mesh, placed: ModelAdapter)
         from paceline.parallel.elementwise import LaterParameters, find_whole_parameters
 
         names = parameter_names(placed.model, optimizer)
-        found = find_whole_parameters(optimizer, cutting_axes)
+        cut_of = None if mesh.used(GRAPH_AXES) else _cut_of(names, placed)
+        found = find_whole_parameters(optimizer, cutting_axes, cut_of)
         whole |= {parameter: names[parameter] for parameter in found if parameter.requires_grad}
         _check_no_state(optimizer, whole)
         placed.update_whole(set(whole.values()))
@@ -236,7 +249,18 @@ def keep_own(optimizer: torch.optim.Optimizer, mesh: Mesh, placed: ModelAdapter)
         for parameter in list(part.state):
             if isinstance(parameter, torch.Tensor) and parameter.is_meta:
                 del part.state[parameter]
-    return LaterParameters(optimizer, cutting_axes, whole) if cutting_axes else None
+    return LaterParameters(optimizer, cutting_axes, whole, cut_of) if cutting_axes else None
+
+
+def _cut_of(names: Mapping[torch.nn.Parameter, str], placed: ModelAdapter) -> CutOf:
+    """Return a function that tells how ranks cut a parameter."""
+    shards = placed.held()
+
+    def cut_of(parameter: torch.nn.Parameter) -> ShardSpec | None:
+        shard = shards.get(names[parameter])
+        return None if shard is None else shard.shard_spec
+
+    return cut_of
 
 
 def _check_no_state(optimizer: torch.optim.Optimizer, whole: Mapping[torch.nn.Parameter, str]) -> None:

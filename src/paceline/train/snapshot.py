@@ -25,6 +25,17 @@ from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import CheckpointError, WorkloadError
 from paceline.nouns.reading import parse_json
 from paceline.nouns.shard_spec import LocalShard, ShardSpec
+from paceline.parallel.low_precision_states import (
+    is_low_precision,
+    is_packed,
+    is_piece,
+    keeps_packed,
+    pieces_of,
+    put_together,
+    shape_of_piece,
+    spec_of_piece,
+    states_of_kind,
+)
 from paceline.parallel.optimizer_list import alone, kind_of
 from paceline.parallel.optimizer_parts import DECLARATION, groups_of, parts_of
 from paceline.train.alike import StateCheck, check_groups, in_types_of
@@ -103,6 +114,9 @@ def optimizer_state(
             continue
         parameter_shard = _shard_of_its_state(names[parameter], parameter, held, size)
         spec = parameter_shard.shard_spec
+        if is_packed(local_part(value)):
+            parts |= _packed_parts(key, names[parameter], local_part(value), parameter_shard)
+            continue
         local = local_part(value)
         # State of the parameter's shape (Adam's moments) is cut as the parameter is; one number (a count) is on every
         # rank.
@@ -119,6 +133,16 @@ def optimizer_state(
     if len(parts_of(optimizer)) > 1:
         description["owners"] = owners
     return parts, description
+
+
+def _packed_parts(key: str, parameter: str, value: torch.Tensor, shard: LocalShard) -> dict[str, LocalTensor]:
+    """Return this rank's part of a moment in few bits, as plain tensors by name."""
+    parts = {}
+    for piece_key, piece in pieces_of(key, value).items():
+        shape = shape_of_piece(shard.shard_spec, piece, value)
+        held = LocalShard(spec_of_piece(shard.shard_spec, shape), shard.holders)
+        parts[f"{OPTIMIZER}{piece_key}/{parameter}"] = LocalTensor(piece, held)
+    return parts
 
 
 def _group_as_json(group: Mapping[str, Any], names: Mapping[torch.nn.Parameter, str]) -> dict[str, Any]:
@@ -220,6 +244,11 @@ def read_state(
             continue
         spec = parameter_shard.shard_spec
         global_shape = tuple(entry["shape"])
+        if name.startswith(OPTIMIZER) and is_piece(_key_of(name)):
+            spec = spec_of_piece(spec, global_shape)
+            wanted[name] = spec
+            shards[name] = LocalShard(spec, parameter_shard.holders)
+            continue
         # None: all of it.
         wanted[name] = spec if global_shape == spec.shape else None
         shard = _shard_of_state(global_shape, parameter_shard)
@@ -245,6 +274,11 @@ def _parameter_of(name: str) -> str | None:
     if not name.startswith((OPTIMIZER, AVERAGE)):
         return None
     return name.partition("/")[2].partition("/")[2]
+
+
+def _key_of(name: str) -> str:
+    """Return the key of `optimizer/KEY/NAME`."""
+    return name.removeprefix(OPTIMIZER).partition("/")[0]
 
 
 def averages_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
@@ -286,10 +320,11 @@ def restore_optimizer(
     # A person's own class may keep in its groups what grows while it runs; torch's classes don't.
     is_torchs = all(type(one).__module__.startswith("torch.") for one in alone(optimizer))
     check_groups(saved["groups"], groups_of(optimizer), may_grow=not is_torchs)
+    local_parameters = _with_state_here(names, held)
+    tensors = _put_together(optimizer, local_parameters, tensors, held)
     if len(parts_of(optimizer)) > 1:
         _restore_parts(optimizer, names, tensors, saved, held)
         return
-    local_parameters = _with_state_here(names, held)
     # torch's `load_state_dict` knows parameters by their number, counted through all groups.
     numbers = {name: number for number, name in enumerate(itertools.chain.from_iterable(groups))}
     # What the checkpoint has of this rank's parameters, in the form of torch's `state_dict`.
@@ -311,6 +346,80 @@ def restore_optimizer(
                 part = _like_state(local_parameters[name], held.get(OPTIMIZER + name))
                 check.check(group_number, packed[group_number], name, part, local_state)
     optimizer.load_state_dict({"state": state, "param_groups": packed})
+
+
+def check_same_precision(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where a checkpoint has the optimizer's state in another precision; before it is read.
+
+    Args:
+        optimizer: the job's.
+        saved: what the manifest has of the checkpoint's.
+    """
+    there, here = states_of_kind(saved["class"]), states_of_kind(kind_of(optimizer))
+    if there != here:
+        wanted = "leave optimizer_states out" if there == "full" else f"write optimizer_states={there}"
+        raise CheckpointError(
+            f"the checkpoint has the state of a {saved['class']}, in {there} precision",
+            f"the job's optimizer is a {kind_of(optimizer)}: optimizer_states={here}",
+            f"{wanted} in the plan, or start without the checkpoint",
+        )
+
+
+def _put_together(
+    optimizer: torch.optim.Optimizer,
+    local_parameters: Mapping[str, torch.nn.Parameter],
+    tensors: Mapping[str, torch.Tensor],
+    held: Mapping[str, LocalShard],
+) -> dict[str, torch.Tensor]:
+    """Return what was read, with moments in few bits in place of their pieces.
+
+    Raises:
+        CheckpointError: the optimizer has such a moment in another form.
+    """
+    owners = _low_precision_owners(optimizer)
+    together: dict[str, torch.Tensor] = {}
+    pieces: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        if not name.startswith(OPTIMIZER):
+            together[name] = tensor
+            continue
+        key, _, parameter_name = name.removeprefix(OPTIMIZER).partition("/")
+        if is_piece(key):
+            pieces.setdefault((key.rpartition(".")[0], parameter_name), {})[key] = tensor
+            continue
+        owner = owners.get(local_parameters[parameter_name]) if parameter_name in local_parameters else None
+        if owner is not None and keeps_packed(owner, tensor.numel()):
+            raise _in_another_form(optimizer, key, parameter_name, "in full")
+        together[name] = tensor
+    for (key, name), read in pieces.items():
+        if name not in local_parameters:
+            continue
+        parameter = local_parameters[name]
+        like = _like_state(parameter, held.get(OPTIMIZER + name))
+        here = torch.empty(like.shape, dtype=like.dtype, device=local_part(parameter).device)
+        value = put_together(owners[parameter], here, key, read) if parameter in owners else None
+        if value is None:
+            raise _in_another_form(optimizer, key, name, "in blocks")
+        together[f"{OPTIMIZER}{key}/{name}"] = value
+    return together
+
+
+def _low_precision_owners(optimizer: torch.optim.Optimizer) -> dict[torch.nn.Parameter, torch.optim.Optimizer]:
+    """Return for each parameter with states in few bits the optimizer that has it."""
+    owners: dict[torch.nn.Parameter, torch.optim.Optimizer] = {}
+    for one in parts_of(optimizer):
+        if is_low_precision(one):
+            for group in one.param_groups:
+                owners |= dict.fromkeys(group["params"], one)
+    return owners
+
+
+def _in_another_form(optimizer: torch.optim.Optimizer, key: str, name: str, form: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint's optimizer state {key} of {name} should fit the job's optimizer",
+        f"it is {form}, and the job's {kind_of(optimizer)} has it in another form",
+        "write the optimizer_states that the checkpoint was saved with, or start without the checkpoint",
+    )
 
 
 def _with_state_here(
@@ -406,7 +515,7 @@ def _check_groups(model: torch.nn.Module, kind: str, groups: list[list[str]], sa
 def _as_state_of(parameter: torch.nn.Parameter, value: Any) -> Any:
     """Return a part that was read, as the optimizer keeps state of `parameter`: a DTensor's is one on its mesh."""
     from_local = getattr(type(parameter), "from_local", None)
-    if from_local is None or not isinstance(value, torch.Tensor):
+    if from_local is None or not isinstance(value, torch.Tensor) or is_packed(value):
         return value
     local = local_part(parameter)
     if value.shape != local.shape:  # a count of steps is a plain tensor

@@ -328,6 +328,12 @@ def check_plan(plan: Plan) -> None:
             "verify computes in float64, and float8 rounds what is multiplied",
             "verify the same plan without float8",
         )
+    if plan.optimizer_states != "full":
+        raise PlanError(
+            f"can't verify optimizer_states={plan.optimizer_states}",
+            "it compares in float64, and what keeps states in few bits updates in float32",
+            "verify the same plan without optimizer_states",
+        )
 
 
 def as_json(verdict: Verdict, request: VerifyRequest) -> dict[str, Any]:

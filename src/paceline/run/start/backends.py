@@ -18,6 +18,7 @@ from paceline.launch.ray import RayJob, ray_job
 from paceline.launch.ssh import check_ssh
 from paceline.nouns import module_names
 from paceline.nouns.errors import UsageError
+from paceline.nouns.options import check_torchao
 from paceline.nouns.plan import Plan
 from paceline.run.request import RunRequest
 from paceline.run.start.servers import check_server_credentials, check_servers
@@ -47,6 +48,8 @@ def check_hosts(request: RunRequest, plan: Plan, notice: Callable[[str], None]) 
 
 def check_programs(request: RunRequest, plan: Plan) -> None:
     """Raise UsageError, before anything is written, where what is to be called is not there or would refuse."""
+    if plan.optimizer_states != "full":
+        check_torchao("optimizer_states", plan.optimizer_states)
     if request.place == "ssh":
         check_ssh(request.ssh)
         seat(request.hosts, plan.world_size)
