@@ -49,7 +49,7 @@ IN_A_FILE = {
     "compression beside tensor": ("bf16", "replicate=2,tensor=2", "shard=2,tensor=2"),
     "bucket_bytes": (1024, "replicate=2", "pipeline=2"),
 }
-ANYWHERE = {"optimizer_states", "checkpointing", "compile", "server", "checkpoint_every", "keep", "copy_to"}
+ANYWHERE = {"float8", "optimizer_states", "checkpointing", "compile", "server", "checkpoint_every", "keep", "copy_to"}
 
 
 def test_every_option_is_in_the_tables():
@@ -139,3 +139,5 @@ def test_a_job_is_refused_before_it_starts_where_torchao_is_missing(monkeypatch)
     check_programs(request, Plan())
     with pytest.raises(PlanError, match="optimizer_states=4bit"):
         check_programs(request, Plan(optimizer_states="4bit"))
+    with pytest.raises(PlanError, match="float8=rowwise"):
+        check_programs(request, Plan(float8="rowwise"))

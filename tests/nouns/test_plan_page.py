@@ -25,6 +25,7 @@ CHOICES = {
     "offload": nouns_plan.SWITCH,
     "sequence": nouns_plan.SWITCH,
     "compile": nouns_plan.COMPILE,
+    "float8": nouns_plan.FLOAT8,
     "context_by": nouns_plan.CONTEXT_BY,
     "schedule": nouns_plan.SCHEDULES,
     "checkpointing": nouns_plan.CHECKPOINTING,

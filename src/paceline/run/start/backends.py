@@ -50,6 +50,8 @@ def check_programs(request: RunRequest, plan: Plan) -> None:
     """Raise UsageError, before anything is written, where what is to be called is not there or would refuse."""
     if plan.optimizer_states != "full":
         check_torchao("optimizer_states", plan.optimizer_states)
+    if plan.float8 != "off":
+        check_torchao("float8", plan.float8)
     if request.place == "ssh":
         check_ssh(request.ssh)
         seat(request.hosts, plan.world_size)
