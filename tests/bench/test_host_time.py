@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "host_time.py"
 @pytest.mark.integration
 def test_every_contestant_is_timed_against_what_does_the_same_by_raw_torch(tmp_path):
     out = tmp_path / "times.json"
-    options = ["--rounds", "2", "--steps", "3", "--blocks", "1", "--out", out]
+    options = ["--starts", "1", "--rounds", "2", "--steps", "3", "--blocks", "1", "--out", out]
     done = subprocess.run([sys.executable, SCRIPT, *options], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     header, *rows = done.stdout.splitlines()
