@@ -89,9 +89,10 @@ def _cast_as_autocast(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tup
 
 def _import_torchao(asked: str) -> Any:
     """Return torchao's module for float8, without what it says of kernels that it does not find."""
-    logger = logging.getLogger("torchao")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -101,7 +102,8 @@ def _import_torchao(asked: str) -> Any:
             asked, f"it needs torchao ({error})", "pip install 'paceline[lowbits]', or leave float8 out"
         ) from None
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
     return float8
 
 
