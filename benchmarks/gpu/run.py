@@ -187,13 +187,17 @@ def mean_loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 def raw_torch(task: Task, clock: Clock, wrap: Callable[[Any], Any]) -> float:
     """Train by a loop of plain torch."""
-    model = wrap(task.model().to(task.device))
+    return plain_steps(task, clock, wrap(task.model().to(task.device)), has_autocast=True)
+
+
+def plain_steps(task: Task, clock: Clock, model: Any, has_autocast: bool) -> float:
+    """Take the steps of a loop of plain torch."""
     optimizer = task.optimizer(model)
     loss = torch.zeros(())
     for batch in task.loader():
         ids = batch.to(task.device, non_blocking=True)
         optimizer.zero_grad()
-        with torch.autocast(task.device.type, torch.bfloat16):
+        with torch.autocast(task.device.type, torch.bfloat16, enabled=has_autocast):
             loss = mean_loss(model, ids)
         loss.backward()
         if task.clip:
@@ -358,25 +362,9 @@ def fsdp2(task: Task, clock: Clock, wrap: Callable[[Any], Any]) -> float:
         for block in find_blocks(model).values():
             fully_shard(block, mesh=mesh, mp_policy=policy)
         model = wrap(fully_shard(model, mesh=mesh, mp_policy=policy))
-        return _fsdp2_steps(task, clock, model)
+        return plain_steps(task, clock, model, has_autocast=False)  # the policy casts
     finally:
         dist.destroy_process_group()
-
-
-def _fsdp2_steps(task: Task, clock: Clock, model: Any) -> float:
-    """Take the steps; the policy casts, so there is no autocast."""
-    optimizer = task.optimizer(model)
-    loss = torch.zeros(())
-    for batch in task.loader():
-        ids = batch.to(task.device, non_blocking=True)
-        optimizer.zero_grad()
-        loss = mean_loss(model, ids)
-        loss.backward()
-        if task.clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), task.clip)
-        optimizer.step()
-        clock.tick()
-    return float(loss.detach())
 
 
 CONTESTANTS: dict[str, Callable[[Task, Clock, Callable[[Any], Any]], float]] = {

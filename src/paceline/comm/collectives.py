@@ -101,7 +101,7 @@ class AxisComm:
     peers: tuple[int, ...]
     group: dist.ProcessGroup | None
     ledger: Ledger
-    numbers: list[int] = field(default_factory=list)  # the peers' in the group, once they are asked for
+    group_ranks: list[int] = field(default_factory=list)  # of the peers, once they are asked for
 
     @property
     def size(self) -> int:
@@ -138,17 +138,17 @@ class AxisComm:
             return Done()
         self._enter("all_reduce", rows[self.rank])
         group = self._opened()
-        if not self.numbers:
-            self.numbers = [dist.get_group_rank(group, peer) for peer in self.peers]
+        if not self.group_ranks:
+            self.group_ranks = [dist.get_group_rank(group, peer) for peer in self.peers]
         works = []
         with named_failure("all_reduce", self.axis):
             # Receives first: Gloo sends once the other rank receives.
-            for index, number in enumerate(self.numbers):
+            for index, group_rank in enumerate(self.group_ranks):
                 if index != self.rank:
-                    works.append(group.recv([rows[index]], number, _EXCHANGE_TAG))
-            for index, number in enumerate(self.numbers):
+                    works.append(group.recv([rows[index]], group_rank, _EXCHANGE_TAG))
+            for index, group_rank in enumerate(self.group_ranks):
                 if index != self.rank:
-                    works.append(group.send([rows[self.rank]], number, _EXCHANGE_TAG))
+                    works.append(group.send([rows[self.rank]], group_rank, _EXCHANGE_TAG))
         return _Exchange(works, self.axis)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -47,8 +47,23 @@ class Reducer(Protocol):
         """Return tensors, by name, that the next sums depend on, such as the error that compression left."""
 
 
+class _Exact:
+    """What all reducers share that do not compress."""
+
+    __slots__ = ()
+
+    @property
+    def is_scaled_first(self) -> bool:
+        """False: the sum is exact, so it can be scaled afterwards."""
+        return False
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return nothing: no sum depends on an earlier one."""
+        return {}
+
+
 @dataclass(slots=True)
-class GroupReducer:
+class GroupReducer(_Exact):
     """Sums in place by the process group (NCCL, Gloo). Exact."""
 
     comm: AxisComm
@@ -76,18 +91,9 @@ class GroupReducer:
         if scale is not None:
             self.outbox *= scale
 
-    @property
-    def is_scaled_first(self) -> bool:
-        """False: the sum is exact, so it can be scaled afterwards."""
-        return False
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return nothing: no sum depends on an earlier one."""
-        return {}
-
 
 @dataclass(slots=True)
-class SharedMemoryReducer:
+class SharedMemoryReducer(_Exact):
     """Sums through memory that the ranks of one host share. Exact."""
 
     slot: Slot
@@ -114,18 +120,9 @@ class SharedMemoryReducer:
         with Timed(f"{COMMUNICATION} {self.slot.shared.comm.axis}", "all_reduce"):
             self.slot.finish(self.outbox, scale)
 
-    @property
-    def is_scaled_first(self) -> bool:
-        """False: the sum is exact, so it can be scaled afterwards."""
-        return False
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return nothing: no sum depends on an earlier one."""
-        return {}
-
 
 @dataclass(slots=True)
-class ExchangeReducer:
+class ExchangeReducer(_Exact):
     """Sums a few numbers of the host, which each rank sends to each other one. Exact, with the same bits everywhere."""
 
     comm: AxisComm
@@ -156,15 +153,6 @@ class ExchangeReducer:
             self.outbox += row
         if scale is not None:
             self.outbox *= scale
-
-    @property
-    def is_scaled_first(self) -> bool:
-        """False: the sum is exact, so it can be scaled afterwards."""
-        return False
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return nothing: no sum depends on an earlier one."""
-        return {}
 
 
 def message_reducer(comm: AxisComm, shared: SharedMemory | None, numel: int, device: torch.device) -> Reducer:

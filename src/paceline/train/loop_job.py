@@ -424,7 +424,7 @@ class LoopJob(Job):
             LossError: the loss is no such number, is not finite on some rank, or the weights add up to 0; or the share
                 is no number above 0.
             UsageError: the job is closed; or there is no loader and no weight.
-            CollectiveError: another rank is at another piece of the step.
+            CollectiveError: another rank is at another piece of the step, or hands in a weight where this one does not.
             PeerLostError: another rank has gone.
 
         Examples:
