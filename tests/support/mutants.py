@@ -230,10 +230,14 @@ def dropout_differs_between_ranks_with_the_same_samples():
 def reduction_in_bf16():
     from paceline.parallel.replicate.bucket import Bucket
 
-    def fill(plain, self, index, gradient, scale):
-        plain(self, index, gradient.bfloat16().to(gradient.dtype), scale)
+    def rounded(gradient):
+        return gradient.bfloat16().to(gradient.dtype)
 
-    wrap(Bucket, "fill", fill)
+    def copy_in(plain, self, gradients, scale):
+        plain(self, [(index, rounded(gradient)) for index, gradient in gradients], scale)
+
+    wrap(Bucket, "fill", lambda plain, self, index, gradient, scale: plain(self, index, rounded(gradient), scale))
+    wrap(Bucket, "_copy_in", copy_in)
 
 
 @mutant("replicate=2", subject="micro", module=("", "words", "blocks.", "norm"))
