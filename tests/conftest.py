@@ -103,7 +103,8 @@ def forget_open_jobs():
     jobs = sys.modules.get("paceline.train.job")
     if jobs is None:
         return
-    for job in jobs._run_jobs:
-        job.events.close()
-        job.board.close()
+    for of_run in jobs._run_jobs:
+        if of_run.job is not None:
+            of_run.job.events.close()
+            of_run.job.board.close()
     jobs._run_jobs.clear()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -982,6 +984,8 @@ class Job:
         self.pictures.close()
         self.board.close()
         self.parallel.close()
+        for of_run in _run_jobs:
+            of_run.forget(self)
 
     def _settle(self) -> None:
         """Do nothing: a step has ended when `step` returns."""
@@ -1031,7 +1035,7 @@ class Job:
         self.process = os.getpid()
         self.times_file = TimesFile(self.run_dir, self.rank)  # before others ask the newest job for it
         self.profiler = StepProfiler(self.run_dir, self.rank, os.environ, partial(self.notice, everywhere=True))
-        _newest_job[:] = [self]
+        _newest_job[:] = [weakref.ref(self)]
         self.board = StepBoard(self.steps.board_place)
         self.writer = CheckpointWriter(*self.steps.writer_place, self._report_save)
         self.pictures = Pictures(self.run_dir)
@@ -1051,7 +1055,7 @@ class Job:
         if self.run_dir is None:
             return
         # From here on SIGTERM asks for a checkpoint and an end after the current step.
-        before = signal.signal(signal.SIGTERM, self._asked_to_stop)
+        before = signal.signal(signal.SIGTERM, partial(_set, self.is_stopping))
         try:
             self._find_start(self.run_dir)
             self.steps.begin_run()
@@ -1063,7 +1067,7 @@ class Job:
             self.parallel.close()
             raise
         self.copier = copier_of(self)
-        _run_jobs.append(self)
+        _run_jobs.append(_RunJob(self.run_dir, self.process, self))
 
     def _find_start(self, run_dir: Path) -> None:
         prepare.check_can_save(self.optimizer, self.scheduler)
@@ -1072,9 +1076,6 @@ class Job:
         self.steps.check_start(resume)
         if resume is not None:
             self.load(resume)
-
-    def _asked_to_stop(self, number: int, frame: FrameType | None) -> None:
-        self.is_stopping.set()
 
     def _is_asked_to_stop(self) -> bool:
         """True if a signal came; or, where the launcher can't hand one on, a file in the run directory."""
@@ -1233,8 +1234,35 @@ class Job:
             print(f"paceline: {text}", flush=True)
 
 
-_run_jobs: list[Job] = []  # those that write to a run directory, until the worker ends them: one for each directory
-_newest_job: list[Job] = []  # one, or none
+def _set(is_stopping: threading.Event, number: int, frame: FrameType | None) -> None:
+    """Note a signal. It holds no job: the handler stays after the job's end."""
+    is_stopping.set()
+
+
+@dataclass
+class _RunJob:
+    """What a process knows of a job that writes to a run directory, until the worker ends the run."""
+
+    run_dir: Path
+    process: int
+    job: Job | None  # None once it is closed: who trains another model after it needs its memory
+    closed_step: int = 0
+
+    def forget(self, closed: Job) -> None:
+        """Let go of the job if it is this one."""
+        if self.job is closed:
+            self.closed_step = closed.step_number
+            self.job = None
+
+    @property
+    def step_number(self) -> int:
+        """Return the last step of the job."""
+        return self.closed_step if self.job is None else self.job.step_number
+
+
+_run_jobs: list[_RunJob] = []  # one for each run directory
+# One, or none yet. Not held: a loop that makes one job after another would keep two models in memory.
+_newest_job: list[weakref.ref[Job]] = []
 
 
 def check_is_first(run_dir: Path | None) -> None:
@@ -1260,8 +1288,8 @@ def was_any_made() -> bool:
 
 
 def newest() -> Job | None:
-    """Return the job that this process made last; None if it has made none."""
-    return _newest_job[0] if _newest_job else None
+    """Return the job that this process made last; None if it has made none, or nothing holds that any more."""
+    return _newest_job[0]() if _newest_job else None
 
 
 def current_step() -> int | None:
@@ -1276,6 +1304,6 @@ def close_open_jobs() -> None:
     """End the jobs that the workload's file left open; the worker calls this after it."""
     # Taken out first: a `close` that raises is not tried again.
     while _run_jobs:
-        job = _run_jobs.pop()
-        if job.process == os.getpid():  # not in a process that the file forked
-            job.close()
+        of_run = _run_jobs.pop()
+        if of_run.job is not None and of_run.process == os.getpid():  # not in a process that the file forked
+            of_run.job.close()

@@ -19,6 +19,7 @@ all_gathers of such shapes. `plan/traffic.py` predicts it but for the buffers, a
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -132,7 +133,8 @@ class Replicate:
         return state
 
     def close(self) -> None:
-        """Let go of the other ranks."""
+        """Let go of the other ranks, and of the parameters: their hooks hold what sums them."""
+        self._remove_hooks()
         if self.shared is not None:
             self.shared.close()
 
@@ -175,18 +177,23 @@ class Replicate:
         self.trained = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
         if self.comm.size == 1:
             return
-        # Or gradients would go on to the earlier buckets.
-        for hook in self.hooks:
-            hook.remove()
+        self._remove_hooks()  # or gradients would go on to the earlier buckets
         trained = [parameter for parameter in self._dense() if parameter.requires_grad]
         self.buckets = make_buckets(trained, self.plan.bucket_bytes, self._make_reducer)
-        self.hooks = []
         if not self.overlaps:
             return
-        for bucket in self.buckets:
+        # Held weakly: Python's collector did not free a cycle through the hooks of parameters, and a job need not be
+        # closed.
+        this = weakref.ref(self)
+        for number, bucket in enumerate(self.buckets):
             for index, parameter in enumerate(bucket.parameters):
-                gradient_is_here = partial(self._gradient_is_here, bucket, index)
+                gradient_is_here = partial(_gradient_is_here, this, number, index)
                 self.hooks.append(parameter.register_post_accumulate_grad_hook(gradient_is_here))
+
+    def _remove_hooks(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = []
 
     def _make_reducer(
         self, shapes: Sequence[torch.Size], flags: int, dtype: torch.dtype, device: torch.device
@@ -202,8 +209,9 @@ class Replicate:
             return PowerSGDReducer(self.comm, torch.zeros(numel, dtype=dtype, device=device), shapes)
         return exact_reducer(self.comm, self.shared, numel, dtype, device)
 
-    def _gradient_is_here(self, bucket: Bucket, index: int, parameter: torch.nn.Parameter) -> None:
+    def _gradient_is_here(self, number: int, index: int, parameter: torch.nn.Parameter) -> None:
         if self.is_last_backward:
+            bucket = self.buckets[number]
             self._fill(parameter, bucket, index)
             if len(bucket.filled) == len(bucket.parameters):
                 self._send_complete()
@@ -295,3 +303,9 @@ def sparse_names(model: torch.nn.Module) -> set[str]:
         if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
             sparse.add(module.weight)
     return {name for name, parameter in model.named_parameters() if parameter in sparse}
+
+
+def _gradient_is_here(strategy: weakref.ref[Replicate], number: int, index: int, parameter: torch.nn.Parameter) -> None:
+    this = strategy()
+    if this is not None:
+        this._gradient_is_here(number, index, parameter)
