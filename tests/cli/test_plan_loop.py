@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -89,7 +90,12 @@ def test_what_does_not_fit_fits_with_its_state_in_parts(tmp_path):
     ended = planned(tmp_path, "-n", "2", *device)
     assert "OUT OF MEMORY" in ended.out
     ways, table = ended.out.split("The cheapest changes that fit:\n")[1].split("\n\n")
-    tensor, shard = ways.splitlines()
+    tensor, shard, *others = ways.splitlines()
+    if find_spec("torchao"):
+        (moments,) = others
+        assert re.fullmatch(
+            r"optimizer_states=8bit in the plan +needs .* cost: Adam's moments rounded to 8 bits", moments
+        )
     assert re.fullmatch(r"tensor=2 as the plan +needs +[\d,.]+ MiB +cost: layers send activations, and .*", tensor)
     assert re.fullmatch(r"shard=2,zero=1 as the plan +needs +[\d,.]+ MiB +cost: updated parameters are sent", shard)
     plans = ["replicate=2", "shard=2,zero=1", "shard=2,zero=2", "shard=2", "tensor=2"]

@@ -51,6 +51,35 @@ def test_where_memory_goes_and_the_ways_out(tmp_path):
     assert facts["ranks"][0]["is_too_large"] is False
 
 
+MOMENTS = """
+import torch
+import paceline
+
+workload = paceline.Workload(
+    model=lambda: torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(16)]),
+    loss=lambda model, batch: (model(batch).square().sum(), len(batch)),
+    optimizer=lambda model: torch.optim.OPTIMIZER(model.parameters()),
+    data=torch.zeros(1, 2048),
+    batch_size=1,
+)
+"""
+
+
+@pytest.mark.parametrize(("optimizer", "device", "is_offered"), [("AdamW", "1.6GB", True), ("SGD", "1GB", False)])
+def test_moments_in_fewer_bits_are_a_way_out_where_they_are_what_is_too_much(tmp_path, optimizer, device, is_offered):
+    pytest.importorskip("torchao")
+    (tmp_path / "train.py").write_text(MOMENTS.replace("OPTIMIZER", optimizer))
+    ended = paceline(tmp_path, "plan", "--explain-oom", "--device", device, "train.py")
+    assert ended.code == 0, ended.err
+    assert "OUT OF MEMORY" in ended.out
+    offered = [line for line in ended.out.splitlines() if line.startswith("optimizer_states=8bit in the plan")]
+    assert len(offered) == is_offered
+    if is_offered:
+        assert "cost: Adam's moments rounded to 8 bits" in offered[0]
+        words = ["--plan", "replicate=1,optimizer_states=8bit", "--explain-memory", "--device", device, "train.py"]
+        assert "OUT OF MEMORY" not in paceline(tmp_path, "plan", *words).out
+
+
 def test_each_stage_has_a_column(tmp_path):
     (tmp_path / "train.py").write_text(MODEL)
     ended = paceline(tmp_path, "plan", "--plan", "pipeline=2,tensor=2", "--explain-memory", "train.py")

@@ -194,15 +194,31 @@ def test_the_cheapest_ways_out_one_of_each_kind():
     assert outs[2].cost == "1 more device"
 
 
+def test_what_changes_no_result_comes_before_moments_in_fewer_bits():
+    """Where neither needs more devices or more computation."""
+    known = {way.text: way for way in ways(Plan(), 8, "float32")}
+    texts = [
+        "optimizer_states=8bit in the plan",
+        "checkpointing=offload in the plan",
+        "micro_batch_size=1 in the workload",
+    ]
+    outs = cheapest([(known[text], 5 + row, 100.0) for row, text in enumerate(texts)], Plan(), 100.0)
+    assert [out.way.text for out in outs] == texts[::-1]
+    assert outs[2].cost == "Adam's moments rounded to 8 bits"
+
+
 def test_ways_that_a_plan_can_not_go():
-    kinds = {way.kind for way in ways(Plan.parse("pipeline=2,checkpointing=full"), 8, "bf16")}
-    assert kinds == set()
+    plan = Plan.parse("pipeline=2,checkpointing=full")
+    assert {way.kind for way in ways(plan, 8, "bf16")} == {"moments"}
+    assert {way.kind for way in ways(replace(plan, optimizer_states="8bit"), 8, "bf16")} == set()
     assert [way.micro_batch_size for way in ways(Plan(), 1, "bf16") if way.kind == "micro-batch"] == []
     with_buckets = Plan.parse("replicate=1", bucket_bytes=100_000, transport="gloo")
     for way in ways(with_buckets, 8, "float32"):  # each is a plan that can be asked for
         assert Plan.of(asdict(way.plan), "a request") == way.plan
     assert "shard" not in {way.kind for way in ways(Plan.parse("server=1"), 8, "float32")}
     assert isinstance(next(ways(Plan(), 8, "float32")), Change)
+    for line in ("server=1", "shard=2,offload=on", "expert=2"):  # which refuse optimizer_states
+        assert "moments" not in {way.kind for way in ways(Plan.parse(line), 8, "float32")}
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from paceline.nouns.table import aligned
 from paceline.plan.loop_plans import PlanRow, changes_of_loop, plans_of_loop, plans_table
 from paceline.plan.memory import Memory, memory_of
 from paceline.plan.memory_table import communicators, size
-from paceline.plan.oom_advice import Suggestion, cheapest
+from paceline.plan.oom_advice import MOMENTS, Suggestion, cheapest
 from paceline.plan.traffic_line import traffic_line
 
 
@@ -211,6 +211,8 @@ def _ways_out(plan: Plan, tried: _Tried, report: dict[str, Any]) -> list[Suggest
     asked = [each.profile for each in tried.profiles(plan)]
     fitting = by_allocator(plan, asked, tried.device)
     for change in changes_of_loop(plan):
+        if change.kind == MOMENTS and any(way.kind == MOMENTS for way, _, _ in fitting):
+            continue  # more bits are enough
         profiles = [each.profile for each in tried.profiles(change.plan)]
         needed = needed_if_it_fits(change.plan, profiles, tried.device) if profiles else None
         if needed is not None:

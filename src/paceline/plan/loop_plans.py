@@ -14,7 +14,7 @@ from paceline.nouns.profile import COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETE
 from paceline.nouns.table import aligned
 from paceline.plan.memory import Memory
 from paceline.plan.memory_table import size
-from paceline.plan.oom_advice import Change
+from paceline.plan.oom_advice import Change, fewer_bits
 
 _COSTS = {  # of what shares out the memory: by axis and level of ZeRO
     ("shard", 1): "updated parameters are sent",
@@ -48,7 +48,7 @@ def plans_of_loop(plan: Plan, ranks: int) -> list[Plan]:
 
 def changes_of_loop(plan: Plan) -> list[Change]:
     """Return plans with which each rank of a loop may hold less, those of as many ranks first."""
-    changes = []
+    changes = list(fewer_bits(plan))
     ranks = [plan.world_size]
     if plan.world_size == 1:
         ranks = list(_MORE_RANKS)

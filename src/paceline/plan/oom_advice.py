@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from paceline.nouns.errors import PlanError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 
 WANTED = 4  # suggestions
 OFFLOAD = "offload"  # the kind whose cost is what it copies
+MOMENTS = "moments"  # the kind that keeps Adam's moments in fewer bits
 FREE = "micro-batch"  # the kind that costs neither devices nor computation
 ALLOCATOR = "allocator"  # the kind that changes only where blocks of memory are put
 
@@ -72,13 +75,14 @@ class Suggestion:
         return ", ".join(costs) or "none"
 
     @property
-    def order(self) -> tuple[bool, int, float, bool, int, int]:
-        """The key to sort by, cheapest first: a setting, fewest devices, least computation, no copies, the largest
-        micro-batch.
+    def order(self) -> tuple[bool, int, float, int, int, int]:
+        """The key to sort by, cheapest first: a setting, fewest devices, least computation, no copies, moments in full,
+        the largest micro-batch.
         """
         way = self.way
-        is_setting, is_copied = way.kind == ALLOCATOR, way.kind == OFFLOAD
-        return not is_setting, self.devices, round(self.flops, 2), is_copied, -way.micro_batch_size, self.needed
+        is_setting = way.kind == ALLOCATOR
+        besides = (OFFLOAD, MOMENTS).index(way.kind) + 1 if way.kind in (OFFLOAD, MOMENTS) else 0
+        return not is_setting, self.devices, round(self.flops, 2), besides, -way.micro_batch_size, self.needed
 
 
 def with_expandable_segments(plan: Plan) -> Change:
@@ -104,6 +108,7 @@ def ways(plan: Plan, micro_batch: int, precision: str, has_bf16: bool | None = T
     if precision == "float32" and has_bf16 is not False:
         condition = "" if has_bf16 else "where the GPU has bf16 (NVIDIA: Ampere or newer)"
         yield Change("precision", 'precision="bf16" in the workload', plan, 0, "bf16", condition)
+    yield from fewer_bits(plan)
     if plan.checkpointing == "none":
         yield from _of_activations(plan, smaller)
     if plan.is_one_process:
@@ -111,6 +116,17 @@ def ways(plan: Plan, micro_batch: int, precision: str, has_bf16: bool | None = T
             yield Change("shard", f"shard={ranks} as the plan", _over(plan, "shard", ranks))
         for ranks in (2, 4, 8):
             yield Change("context", f"context={ranks} as the plan", _over(plan, "context", ranks))
+
+
+def fewer_bits(plan: Plan) -> Iterator[Change]:
+    """Yield changes that keep Adam's moments in fewer bits, where the plan has them in full and can have such."""
+    if plan.optimizer_states != "full":
+        return
+    for bits in (8, 4):
+        states = f"optimizer_states={bits}bit"
+        with contextlib.suppress(PlanError):  # servers, say, keep moments in full
+            changed = dataclasses.replace(plan, optimizer_states=f"{bits}bit")
+            yield Change(MOMENTS, f"{states} in the plan", changed, condition=f"Adam's moments rounded to {bits} bits")
 
 
 def _of_activations(plan: Plan, smaller: Sequence[int]) -> Iterator[Change]:
