@@ -306,3 +306,43 @@ def test_servers_started_alone_over_mutual_tls(tmp_path):
     for number in range(2):
         own = torch.load(tmp_path / f"out{number}", weights_only=True)
         assert all(torch.equal(a, b) for a, b in zip(own, expected, strict=True))
+
+
+BLOCKS = """
+import torch, paceline
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(256, 256), torch.nn.Linear(256, 256)
+
+    def forward(self, x):
+        gain = 1.125 if torch.compiler.is_compiling() else 1.0  # shows in the losses
+        return x + gain * self.down(torch.relu(self.up(x)))
+
+torch.manual_seed(0)
+workload = paceline.Workload(
+    model=lambda: torch.nn.Sequential(*[Block() for _ in range(4)], torch.nn.Linear(256, 16)),
+    loss=lambda model, batch: ((model(batch) - 1).square().sum(), len(batch)),
+    optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+    data=torch.randn(64, 256),
+    batch_size=16,
+    steps=4,
+)
+"""
+
+
+@pytest.mark.parametrize("option", ["compile=blocks", "float8=rowwise"])
+def test_options_of_the_model_go_with_servers(tmp_path, option):
+    """Workers compute as ranks of replicate do."""
+    if option.startswith("float8"):
+        pytest.importorskip("torchao")
+    (tmp_path / "blocks.py").write_text(BLOCKS)
+    plans = {"plain": "server=1", "servers": f"server=1,{option}", "replicas": f"replicate=2,{option}"}
+    for job, plan in plans.items():
+        ended = paceline(tmp_path, "run", "-n", "2", "--plan", plan, "--job", job, "blocks.py")
+        assert ended.code == 0, ended.err
+    plain, servers, replicas = (losses(tmp_path / "runs" / job) for job in plans)
+    assert len(servers) == 4
+    assert servers == pytest.approx(replicas, rel=1e-5)
+    assert servers != plain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -160,6 +161,17 @@ def on_an_older_gpu(monkeypatch):
     use_float8(nn.Sequential(nn.Linear(32, 32)), ROWWISE, torch.device("cuda"), is_real=True)
 
 
+def on_amd(monkeypatch, architecture, name):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=architecture))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    float8._check_device("asked", torch.device("cuda"))
+
+
+def on_an_older_amd_gpu(monkeypatch):
+    on_amd(monkeypatch, "gfx90a:sramecc+:xnack-", "AMD Instinct MI250X")
+
+
 def of_model(model):
     return lambda monkeypatch: use_float8(model(), ROWWISE, CPU, is_real=True)
 
@@ -169,6 +181,7 @@ def of_model(model):
     [
         (without_torchao, PlanError, "it needs torchao", "pip install 'paceline[lowbits]'"),
         (on_an_older_gpu, PlanError, "A100 has no float8: its compute capability is 8.0, below 8.9", "bf16"),
+        (on_an_older_amd_gpu, PlanError, "AMD Instinct MI250X has no float8: it is gfx90a\n", "bf16"),
         (of_model(lambda: nn.Sequential(nn.Linear(10, 10))), WorkloadError, "no nn.Linear whose sizes", "leave float8"),
         (of_model(lambda: nn.Linear(32, 32)), WorkloadError, "no nn.Linear whose sizes", "leave float8 out"),
         (of_model(lambda: nn.Sequential(Conv1D())), WorkloadError, "Conv1D, as in its GPT-2, is none", "leave float8"),
@@ -191,3 +204,4 @@ def test_what_can_not_be_is_refused(ask, kind, found, fix, monkeypatch):
 def test_a_new_gpu_is_not_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     float8._check_device("asked", torch.device("cuda"))
+    on_amd(monkeypatch, "gfx942:sramecc+:xnack-", "AMD Instinct MI300X")

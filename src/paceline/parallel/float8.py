@@ -11,8 +11,6 @@ On a CPU the products are computed wide, from numbers that were rounded alike.
 from __future__ import annotations
 
 import dataclasses
-import logging
-import warnings
 from typing import Any
 
 import torch
@@ -20,9 +18,11 @@ from torch import nn
 
 from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.nouns.plan import Plan
+from paceline.parallel.torchao_import import import_torchao
 
 _MULTIPLE = 16  # of both sizes of a weight: torch._scaled_mm multiplies no others
 _FIRST_CAPABILITY = (8, 9)  # of NVIDIA's GPUs: Ada, then Hopper
+_AMD = ("gfx94", "gfx95", "gfx120")  # AMD's: MI300 and later, RDNA 4; those on which torch tests its float8 products
 _WIDE_ENOUGH = (torch.float32, torch.bfloat16)
 
 
@@ -47,7 +47,7 @@ def use_float8(model: nn.Module, plan: Plan, device: torch.device, is_real: bool
     asked = f"the plan's float8={plan.float8}"
     if is_real:
         _check_device(asked, device)
-    float8 = _import_torchao(asked)
+    float8 = _import_float8(asked)
     fitting, others = _linear_layers(model)
     if not fitting:
         raise WorkloadError(
@@ -87,28 +87,26 @@ def _cast_as_autocast(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tup
     return tuple(each.to(torch.get_autocast_dtype("cpu")) for each in inputs)
 
 
-def _import_torchao(asked: str) -> Any:
-    """Return torchao's module for float8, without what it says of kernels that it does not find."""
-    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+def _import_float8(asked: str) -> Any:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from torchao import float8
+        return import_torchao("float8")
     except ImportError as error:
         raise PlanError(
             asked, f"it needs torchao ({error})", "pip install 'paceline[lowbits]', or leave float8 out"
         ) from None
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-    return float8
 
 
 def _check_device(asked: str, device: torch.device) -> None:
-    if device.type != "cuda" or torch.version.hip is not None:
+    if device.type != "cuda":
+        return
+    if torch.version.hip is not None:
+        architecture = str(torch.cuda.get_device_properties(device).gcnArchName)
+        if not architecture.startswith(_AMD):
+            raise PlanError(
+                asked,
+                f"{torch.cuda.get_device_name(device)} has no float8: it is {architecture.partition(':')[0]}",
+                "leave float8 out; precision='bf16' is what this GPU has",
+            )
         return
     capability = torch.cuda.get_device_capability(device)
     if capability < _FIRST_CAPABILITY:

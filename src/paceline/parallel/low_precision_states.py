@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib
 import math
 import sys
 import weakref
@@ -32,6 +31,7 @@ from paceline.nouns.options import check_torchao
 from paceline.nouns.patching import patched
 from paceline.nouns.shard_spec import Cut, ShardSpec
 from paceline.parallel.optimizer_list import OptimizerList
+from paceline.parallel.torchao_import import import_torchao
 
 CutOf = Callable[[torch.nn.Parameter], ShardSpec | None]  # how ranks cut a parameter; None: they don't
 
@@ -112,8 +112,7 @@ def _count_steps(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _converted(optimizer: torch.optim.Optimizer, states: str) -> torch.optim.Optimizer:
-    import torchao.optim
-
+    optim = import_torchao("optim")
     _check(optimizer, states)
     decoupled = [bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups]
     is_adamw = isinstance(optimizer, torch.optim.AdamW) or all(decoupled)
@@ -125,7 +124,7 @@ def _converted(optimizer: torch.optim.Optimizer, states: str) -> torch.optim.Opt
         settings["lr"] = float(settings["lr"])  # torchao makes a tensor of its own of it
         settings["betas"] = tuple(float(beta) for beta in settings["betas"])
         groups.append(settings)
-    make = getattr(torchao.optim, f"Adam{'W' if is_adamw else ''}{_ENDINGS[states]}")
+    make = getattr(optim, f"Adam{'W' if is_adamw else ''}{_ENDINGS[states]}")
     made: torch.optim.Optimizer = make(groups)
     return made
 
@@ -321,7 +320,7 @@ def not_compiled(states: str = "full") -> Iterator[None]:
     """
     if states != "full":
         check_torchao("optimizer_states", states)
-        importlib.import_module("torchao.optim")
+        import_torchao("optim")
     adam = sys.modules.get("torchao.optim.adam")
     if adam is None:
         yield
