@@ -207,6 +207,14 @@ def test_what_changes_no_result_comes_before_moments_in_fewer_bits():
     assert outs[2].cost == "Adam's moments rounded to 8 bits"
 
 
+@pytest.mark.parametrize(
+    ("line", "is_offered"), [("tensor=2", True), ("tensor=2,sequence=on", False), ("shard=2", False)]
+)
+def test_norms_along_the_sequence_are_a_way_out_of_tensor(line, is_offered):
+    found = [way for way in ways(Plan.parse(line), 8, "bf16") if way.kind == "sequence"]
+    assert [way.plan.sequence for way in found] == ["on"] * is_offered
+
+
 def test_ways_that_a_plan_can_not_go():
     plan = Plan.parse("pipeline=2,checkpointing=full")
     assert {way.kind for way in ways(plan, 8, "bf16")} == {"moments"}

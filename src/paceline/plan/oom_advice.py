@@ -108,6 +108,9 @@ def ways(plan: Plan, micro_batch: int, precision: str, has_bf16: bool | None = T
     if precision == "float32" and has_bf16 is not False:
         condition = "" if has_bf16 else "where the GPU has bf16 (NVIDIA: Ampere or newer)"
         yield Change("precision", 'precision="bf16" in the workload', plan, 0, "bf16", condition)
+    if mesh.size("tensor") > 1 and plan.sequence == "off":
+        split = dataclasses.replace(plan, sequence="on")
+        yield Change("sequence", "sequence=on in the plan", split, condition="other collectives")
     yield from fewer_bits(plan)
     if plan.checkpointing == "none":
         yield from _of_activations(plan, smaller)
