@@ -66,8 +66,9 @@ def place(tmp_path, monkeypatch):
     with torch.random.fork_rng():
         yield tmp_path
     torch.set_num_threads(threads)
-    if jobs.newest() is not before:
-        jobs.newest().close()
+    newest = jobs.newest()
+    if newest is not None and newest is not before:
+        newest.close()
     paceline.shutdown()
 
 

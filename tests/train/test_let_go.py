@@ -17,6 +17,7 @@ import paceline
 from paceline.comm import api
 from paceline.nouns.errors import UsageError
 from paceline.nouns.plan import Plan
+from paceline.run.rank.watchdog import standing
 from paceline.train import job as jobs
 
 from support.models import mlp, vector_loss, workload
@@ -102,6 +103,7 @@ def test_a_closed_job_of_a_run_leaves_no_parameter(tmp_path, monkeypatch):
         gc.collect()
         assert [reference() for reference in references] == [None] * len(references)
         signal.raise_signal(signal.SIGTERM)  # nothing is left to stop
+        assert standing()["steps_done"] == 3
         with pytest.raises(UsageError, match=r"those of the first \(at step 3\)"):
             paceline.distribute(workload("mlp"))
     finally:

@@ -1292,6 +1292,14 @@ def newest() -> Job | None:
     return _newest_job[0]() if _newest_job else None
 
 
+def steps_done() -> int:
+    """Return the step that this process's newest job has taken last; 0 if there is none."""
+    job = newest()
+    if job is not None:
+        return job.step_number
+    return _run_jobs[-1].step_number if _run_jobs else 0
+
+
 def current_step() -> int | None:
     """Return the step that this process's newest job is in, or failed in; None between steps."""
     job = newest()

@@ -178,11 +178,12 @@ def begin_watching(environment: Mapping[str, str], run_dir: Path) -> Watchdog:
 def progress() -> tuple[int, int]:
     """Return two numbers that change with every step and every collective: steps taken, collectives begun."""
     job = jobs.newest()
+    calls = -1
     if job is not None:
-        return job.step_number, _calls(job.ledger)
-    if api.is_initialized():
-        return 0, _calls(api.world().comm.ledger)
-    return 0, -1
+        calls = _calls(job.ledger)
+    elif api.is_initialized():
+        calls = _calls(api.world().comm.ledger)
+    return jobs.steps_done(), calls
 
 
 def _of_process() -> dict[str, Any]:
@@ -216,7 +217,6 @@ def standing() -> dict[str, Any]:
     """Return where this process stands: its step, its main thread's frames, innermost first, and what it waits in."""
     threads = stacks()
     frames = threads.get(threading.main_thread().ident or 0, [])
-    job = jobs.newest()
     # The innermost line of the user's own code is what people can act on.
     line = function = source = None
     for file, number, name in frames:
@@ -228,7 +228,7 @@ def standing() -> dict[str, Any]:
     functions = {(name, file) for file, _, name in frames}
     return {
         "step": jobs.current_step(),
-        "steps_done": 0 if job is None else job.step_number,
+        "steps_done": jobs.steps_done(),
         "waits_in": waits_in(frames),
         "is_in_step": ("step", _JOB) in functions,
         "is_closing": ("close", _JOB) in functions,
