@@ -55,9 +55,11 @@ def test_one_process_is_its_own_plan():
 )
 def test_what_is_tried_where_memory_is_short(asked, tried):
     changes = changes_of_loop(Plan.parse(asked))
+    moments, changes = changes[:2], changes[2:]
+    assert [change.plan.line() for change in moments] == [f"{asked},optimizer_states={bits}bit" for bits in (8, 4)]
     assert [change.plan.line() for change in changes if change.plan.zero == 1] == tried
     assert all(change.text == f"{change.plan.line()} as the plan" for change in changes)
-    assert all(allowed(change.plan.line()) for change in changes)
+    assert all(allowed(change.plan.line()) for change in [*moments, *changes])
 
 
 def test_the_table_marks_the_plan_that_was_asked_for():
