@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
 
 from paceline.train.loop_loader import CutLoader, Place, load_pass
 
@@ -64,10 +64,15 @@ LOADERS = {
     "weighted": lambda: DataLoader(
         Numbers(), batch_size=4, sampler=WeightedRandomSampler(torch.arange(1.0, SAMPLES + 1), 20)
     ),
+    "with replacement": lambda: DataLoader(Numbers(), batch_size=4, sampler=RandomSampler(Numbers(), True, 70)),
+    "a few": lambda: DataLoader(Numbers(), batch_size=4, sampler=RandomSampler(Numbers(), num_samples=9)),
     "batch sampler": lambda: DataLoader(Numbers(), batch_sampler=Drawing()),
     "many at once": lambda: DataLoader(ManyAtOnce(), batch_size=4, shuffle=True),
     "stream": lambda: DataLoader(Stream(), batch_size=4),
     "workers": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=2),
+    "workers, torch's generator": lambda: DataLoader(
+        Numbers(), batch_size=4, shuffle=True, num_workers=2, generator=torch.default_generator
+    ),
 }
 
 
