@@ -333,6 +333,8 @@ class LoopJob(Job):
         weakref.finalize(self, handle.remove)
 
     def _check_is_own(self, optimizer: torch.optim.Optimizer) -> None:
+        if contains(self.objects.optimizers, optimizer):
+            return
         known = [part for own in self.objects.optimizers for part in parts_of(own)]
         if any(contains(known, part) for part in parts_of(optimizer)):
             return

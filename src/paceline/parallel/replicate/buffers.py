@@ -63,10 +63,12 @@ class Buffers:
                     number[id(tensor)] = len(self.slots)
                     self.slots.append((module, key))
                     self.names.append(f"{path}.{key}" if path else key)
-        self.modules: list[list[int]] = []  # the buffers of each module
+        self.modules: list[list[int]] = []  # the buffers of each module that has several
         for module in model.modules():
             tensors = module.buffers(recurse=False)
-            self.modules.append([number[id(tensor)] for tensor in tensors if id(tensor) in number])
+            indices = [number[id(tensor)] for tensor in tensors if id(tensor) in number]
+            if len(indices) > 1:
+                self.modules.append(indices)
         self.compared: list[int] = []
         for index, (module, _) in enumerate(self.slots):
             if not _counts_batches(module):
