@@ -9,6 +9,8 @@ from paceline.comm import api
 from paceline.comm.ledger import Ledger
 from paceline.comm.reducer import MAX_EXCHANGING, ExchangeReducer, GroupReducer, message_reducer
 from paceline.nouns.errors import PeerLostError
+from paceline.nouns.mesh import Mesh
+from paceline.parallel.apply import open_comms
 
 from support.ranks import run_ranks
 
@@ -50,6 +52,25 @@ def test_sums_are_those_of_an_all_reduce_and_bit_equal_everywhere(ranks):
             torch.testing.assert_close(exchanged[turn], expected, rtol=0, atol=1e-14)
             torch.testing.assert_close(exchanged[turn], reduced[turn], rtol=0, atol=1e-14)
             assert torch.equal(exchanged[turn], answers[0][1][0][turn])
+
+
+def sums_of_axes(rank):
+    """The sum of the ranks' numbers over each axis of a mesh, in which a rank's place is not its number."""
+    api.init()
+    comms = open_comms(Mesh.parse("replicate=2,tensor=2"), rank, Ledger())
+    found = []
+    for axis in ("replicate", "tensor"):
+        reducer = message_reducer(comms.axes[axis], None, 1, CPU)
+        assert isinstance(reducer, ExchangeReducer)
+        reducer.inboxes[0].fill_(10**rank)
+        reducer.begin()
+        reducer.finish(None)
+        found.append(float(reducer.outbox))
+    return found
+
+
+def test_ranks_of_an_axis_hear_of_each_other_alone():
+    assert run_ranks(4, sums_of_axes) == [[101, 11], [1010, 11], [101, 1100], [1010, 1100]]
 
 
 def ends(rank):
