@@ -16,6 +16,7 @@ OFFLOAD = "offload"  # the kind whose cost is what it copies
 MOMENTS = "moments"  # the kind that keeps Adam's moments in fewer bits
 FREE = "micro-batch"  # the kind that costs neither devices nor computation
 ALLOCATOR = "allocator"  # the kind that changes only where blocks of memory are put
+_LATER = {OFFLOAD: 1, MOMENTS: 2}  # kinds that come after others of as many devices and as much computation
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +81,8 @@ class Suggestion:
         the largest micro-batch.
         """
         way = self.way
-        is_setting = way.kind == ALLOCATOR
-        besides = (OFFLOAD, MOMENTS).index(way.kind) + 1 if way.kind in (OFFLOAD, MOMENTS) else 0
-        return not is_setting, self.devices, round(self.flops, 2), besides, -way.micro_batch_size, self.needed
+        is_setting, later = way.kind == ALLOCATOR, _LATER.get(way.kind, 0)
+        return not is_setting, self.devices, round(self.flops, 2), later, -way.micro_batch_size, self.needed
 
 
 def with_expandable_segments(plan: Plan) -> Change:

@@ -287,9 +287,7 @@ def _indices(loader: DataLoader[Any], place: Place) -> Iterator[list[Any]]:
     """Yield the indices of each batch of a pass, as the user's batch sampler gives them."""
     sampler: Any = loader.batch_sampler
     draws_by_torch = type(sampler) is BatchSampler and type(sampler.sampler) in _SAMPLERS_OF_TORCH
-    # At the end of a pass torch's RandomSampler draws once more, for nothing.
-    has_own = getattr(getattr(sampler, "sampler", None), "generator", None) is not torch.default_generator
-    for batch in _in_stream(lambda: iter(sampler), place, _SAMPLER, draws_by_torch, has_own and _is_fixed(loader)):
+    for batch in _in_stream(lambda: iter(sampler), place, _SAMPLER, draws_by_torch):
         yield list(batch)
 
 
@@ -368,11 +366,7 @@ class _CollatePart:
 
 
 def _in_stream(
-    make: Callable[[], Iterator[Any]],
-    place: Place,
-    stream: int,
-    draws_by_torch: bool = False,
-    draws_first: bool = False,
+    make: Callable[[], Iterator[Any]], place: Place, stream: int, draws_by_torch: bool = False
 ) -> Iterator[Any]:
     """Yield what an iterator does, with random numbers of its own: what the loop draws between two items is no part.
 
@@ -381,7 +375,6 @@ def _in_stream(
         place: the seed and the pass.
         stream: which of the pass's random streams.
         draws_by_torch: the iterator draws from torch's generator alone.
-        draws_first: it draws for its first item, and for none after it.
     """
     with kept_random_state():
         seed_sample(place.seed, place.number, stream)
@@ -396,6 +389,3 @@ def _in_stream(
                 return
             state = cpu_random_state(draws_by_torch)
         yield item
-        if draws_first:  # to copy states takes a tenth of a millisecond
-            yield from items
-            return
