@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 
@@ -51,3 +52,9 @@ def test_what_it_cannot_measure_is_refused(words, says):
     done = run(*words)
     assert done.returncode == 2
     assert says in done.stderr
+
+
+@pytest.mark.parametrize(("mib", "is_said"), [(40, False), (1899, True)])
+def test_memory_that_another_contestant_left_is_said(capsys, mib, is_said):
+    runpy.run_path(str(SCRIPT))["_check_is_free"]("raw torch", mib << 20)
+    assert capsys.readouterr().err == "raw torch: its peak counts 1899 MiB that were there before it\n" * is_said

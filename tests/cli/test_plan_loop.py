@@ -107,6 +107,14 @@ def test_what_does_not_fit_fits_with_its_state_in_parts(tmp_path):
 
 
 @SLOW
+def test_moments_that_can_not_be_had_in_fewer_bits_are_told_once(tmp_path):
+    (tmp_path / "large.py").write_text(LARGE.replace("torch.optim.AdamW(", "torch.optim.SGD(lr=0.1, params="))
+    ended = planned(tmp_path, "--explain-oom", "--device", "0.6GB", "large.py", "2048")
+    assert "OUT OF MEMORY" in ended.out
+    assert ended.err.count("was not tried") == ended.err.count("optimizer_states=8bit was not tried") == 1
+
+
+@SLOW
 def test_the_rank_that_updates_most_is_recorded_too(tmp_path):
     file = tmp_path / "uneven.py"
     sizes = LARGE.replace("torch.nn.Linear(width, width) for _ in range(4)", "torch.nn.Linear(n, 1) for n in SIZES")

@@ -210,11 +210,13 @@ def _ways_out(plan: Plan, tried: _Tried, report: dict[str, Any]) -> list[Suggest
         return []
     asked = [each.profile for each in tried.profiles(plan)]
     fitting = by_allocator(plan, asked, tried.device)
+    has_answer = False  # for moments in fewer bits: those with more bits fit, or can't be had
     for change in changes_of_loop(plan):
-        if change.kind == MOMENTS and any(way.kind == MOMENTS for way, _, _ in fitting):
-            continue  # more bits are enough
+        if change.kind == MOMENTS and has_answer:
+            continue
         profiles = [each.profile for each in tried.profiles(change.plan)]
         needed = needed_if_it_fits(change.plan, profiles, tried.device) if profiles else None
         if needed is not None:
             fitting.append((change, needed, flops_of(change.plan, profiles)))
+        has_answer |= change.kind == MOMENTS and (not profiles or needed is not None)
     return cheapest(fitting, plan, flops_of(plan, asked))
