@@ -1055,7 +1055,7 @@ class Job:
         if self.run_dir is None:
             return
         # From here on SIGTERM asks for a checkpoint and an end after the current step.
-        before = signal.signal(signal.SIGTERM, partial(_set, self.is_stopping))
+        before = signal.signal(signal.SIGTERM, partial(_ask_to_stop, self.is_stopping))
         try:
             self._find_start(self.run_dir)
             self.steps.begin_run()
@@ -1234,7 +1234,7 @@ class Job:
             print(f"paceline: {text}", flush=True)
 
 
-def _set(is_stopping: threading.Event, number: int, frame: FrameType | None) -> None:
+def _ask_to_stop(is_stopping: threading.Event, number: int, frame: FrameType | None) -> None:
     """Note a signal. It holds no job: the handler stays after the job's end."""
     is_stopping.set()
 

@@ -133,7 +133,7 @@ class Replicate:
         return state
 
     def close(self) -> None:
-        """Let go of the other ranks, and of the parameters: their hooks hold what sums them."""
+        """Let go of the other ranks, and hear of no gradients any more."""
         self._remove_hooks()
         if self.shared is not None:
             self.shared.close()
