@@ -6,7 +6,15 @@ import random
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from paceline.train.loop_loader import CutLoader, Place, load_pass
 
@@ -61,6 +69,8 @@ LOADERS = {
     "in order": lambda: DataLoader(Numbers(), batch_size=4),
     "dropping the last": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True, drop_last=True),
     "own generator": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True, generator=generator()),
+    "torch's generator": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True, generator=torch.default_generator),
+    "of some": lambda: DataLoader(Numbers(), batch_size=4, sampler=SubsetRandomSampler(range(3, 12))),
     "weighted": lambda: DataLoader(
         Numbers(), batch_size=4, sampler=WeightedRandomSampler(torch.arange(1.0, SAMPLES + 1), 20)
     ),
@@ -106,6 +116,23 @@ def test_the_parts_are_the_batches(name):
             assert {each.of for each in cut} == {batch.of} == {len(batch.batch)}
             assert [each.keeps_pace for each in cut] == [not each.samples for each in cut]
             assert all(len(each.batch) == 1 for each in cut if each.keeps_pace)
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_loop_draws_what_it_would_draw_without_a_loader(name):
+    cut = CutLoader(LOADERS[name](), 7)
+    torch.manual_seed(3)
+    random.seed(3)
+    drawn = []
+    for number in range(2):
+        cut.begin_pass()
+        for _ in load_pass(cut.loader, Place(0, 1, 7, number), 0):
+            drawn.append((float(torch.rand(())), random.random()))
+        drawn.append((float(torch.rand(())), random.random()))
+        cut.end_pass()
+    torch.manual_seed(3)
+    random.seed(3)
+    assert drawn == [(float(torch.rand(())), random.random()) for _ in drawn]
 
 
 class DrawnStream(IterableDataset):

@@ -287,7 +287,9 @@ def _indices(loader: DataLoader[Any], place: Place) -> Iterator[list[Any]]:
     """Yield the indices of each batch of a pass, as the user's batch sampler gives them."""
     sampler: Any = loader.batch_sampler
     draws_by_torch = type(sampler) is BatchSampler and type(sampler.sampler) in _SAMPLERS_OF_TORCH
-    for batch in _in_stream(lambda: iter(sampler), place, _SAMPLER, draws_by_torch):
+    # With a generator of its own a sampler may draw from it later, and that may be torch's own.
+    draws_first = _is_fixed(loader) and not _generators(loader)
+    for batch in _in_stream(lambda: iter(sampler), place, _SAMPLER, draws_by_torch, draws_first):
         yield list(batch)
 
 
@@ -366,7 +368,11 @@ class _CollatePart:
 
 
 def _in_stream(
-    make: Callable[[], Iterator[Any]], place: Place, stream: int, draws_by_torch: bool = False
+    make: Callable[[], Iterator[Any]],
+    place: Place,
+    stream: int,
+    draws_by_torch: bool = False,
+    draws_first: bool = False,
 ) -> Iterator[Any]:
     """Yield what an iterator does, with random numbers of its own: what the loop draws between two items is no part.
 
@@ -375,6 +381,7 @@ def _in_stream(
         place: the seed and the pass.
         stream: which of the pass's random streams.
         draws_by_torch: the iterator draws from torch's generator alone.
+        draws_first: it draws nothing after its first item.
     """
     with kept_random_state():
         seed_sample(place.seed, place.number, stream)
@@ -389,3 +396,6 @@ def _in_stream(
                 return
             state = cpu_random_state(draws_by_torch)
         yield item
+        if draws_first:  # to save states and put them back takes longer than the next item
+            yield from items
+            return
