@@ -40,17 +40,16 @@ class KnownGradient:
         """Note the gradient as it is now; with its norm where its version is not enough."""
         self.noted = weakref.ref(gradient)
         self.version = gradient._version
-        self.part_version = _part_version(gradient)
+        if type(gradient) is not torch.Tensor:
+            self.part_version = local(gradient)._version
         self.norm = local(gradient).norm() if has_norm else None
 
     def is_noted(self, gradient: torch.Tensor) -> bool:
         """Return True if the parameter's gradient is the noted one, with the same values."""
         if self.noted is None or self.noted() is not gradient:
             return False
-        if self.version != gradient._version or self.part_version != _part_version(gradient):
+        if self.version != gradient._version:
+            return False
+        if type(gradient) is not torch.Tensor and self.part_version != local(gradient)._version:
             return False
         return self.norm is None or torch.equal(self.norm, local(gradient).norm())
-
-
-def _part_version(gradient: torch.Tensor) -> int:
-    return 0 if type(gradient) is torch.Tensor else local(gradient)._version

@@ -117,5 +117,8 @@ class StepStatsReducer:
 
 def write_numbers(into: torch.Tensor, numbers: Sequence[float]) -> None:
     """Write numbers of the host into a tensor, without waiting where that is a GPU's."""
+    if type(into) is torch.Tensor and into.device.type == "cpu":
+        into.numpy()[:] = numbers  # torch would make a tensor of them first
+        return
     of_host = torch.tensor(numbers, dtype=into.dtype, pin_memory=into.is_cuda)
     into.copy_(of_host, non_blocking=True)

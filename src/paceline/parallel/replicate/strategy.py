@@ -72,7 +72,7 @@ class Replicate:
         self.shared = self._open_shared(device)
         self.buckets: list[Bucket] = []
         self.hooks: list[RemovableHandle] = []
-        self.trained: dict[str, bool] = {}
+        self.trained: list[bool] = []  # by parameter, when the buckets were made
         self.is_last_backward = False
         self.next_bucket = 0
         self.scale: Callable[[], torch.Tensor | None] = lambda: None
@@ -85,13 +85,15 @@ class Replicate:
             scale: waits for, and returns, what gradients are multiplied by; None: they are not.
         """
         self.scale = scale
-        trained = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
-        if trained != self.trained:
+        if self._find_trained() != self.trained:
             self._fill_buckets()  # some were frozen or set free since
         self.is_last_backward = False
         self.next_bucket = 0
         for bucket in self.buckets:
             bucket.clear()
+
+    def _find_trained(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self.parameters.values()]
 
     def begin_last_backward(self) -> None:
         """Send gradients as they come from here on."""
@@ -174,7 +176,7 @@ class Replicate:
 
     def _fill_buckets(self) -> None:
         """Sort the trained parameters into buckets, and have each gradient reported as it is made."""
-        self.trained = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
+        self.trained = self._find_trained()
         if self.comm.size == 1:
             return
         self._remove_hooks()  # or gradients would go on to the earlier buckets
