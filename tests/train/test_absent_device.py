@@ -315,7 +315,7 @@ def seen_in_loop(rank, size, clips):
 
 @pytest.mark.parametrize(
     ("size", "clips", "waits"),
-    [(1, False, {}), (1, True, {READ: 1}), (2, False, {READ: 1, "allreduce on the host": 3})],
+    [(1, False, {}), (1, True, {READ: 1}), (2, False, {READ: 1, "allreduce on the host": 2})],
 )
 def test_what_a_loop_of_its_own_waits_for(size, clips, waits):
     (found,) = run_ranks(1, seen_in_loop, size, clips)

@@ -531,7 +531,7 @@ def loop_over(workers, steps=None):
     names = ("end_step", "take", "notice")
     job: Any = SimpleNamespace(device=CPU, to_float64=False, step_number=0, data_part=0, **dict.fromkeys(names, print))
     job.mesh = SimpleNamespace(data_size=1)
-    job.end_step = lambda: None
+    job.end_step = lambda goes_on=False: None
     job.take = lambda part: None
     cut = CutLoader(DataLoader(Drawn(), batch_size=5, shuffle=True, num_workers=workers), 7)
     return loop_job.LoopLoader(job, cut), cut

@@ -8,17 +8,19 @@ one after another. This can be right for any loop, because gradients are linear 
     end_step()               makes buffers equal, and learns whether a rank was asked to stop
 
 Each piece begins with one small sum in which every rank says what it is about to do. Ranks that are at different pieces
-find that out there, before a collective of one meets another's.
+find that out there, before a collective of one meets another's. The end of a step has none where the sums of `reduce`
+have said all that it would: nobody was asked to stop, nothing is compared, and buffers, which nothing has changed, do
+not belong to the models' state.
 
 Needs: every rank calls the same pieces in the same order.
 Promises: after `reduce` gradients are those of one rank that calls the same pieces with the whole batch.
 Where a loop repeats its steps, the sum that follows a backward pass begins in it (`replicate/early.py`), before that of
 `reduce`, which then also says whether all ranks still have the gradients that were sent.
 
-Traffic per step: for each piece, and each call of a model in parts, one all_reduce of 8 (4 + 5 R + buffers) bytes; for
-each update that of `replicate`, without the numbers of the step, and with `shard` that of `shard/owned_update.py`
-(zero=1) or `shard/loop_models.py`. On GPUs the hosts exchange one more for each backward pass. A sum that was foreseen,
-and was not wanted, comes on top.
+Traffic per step: for each piece that says something, and each call of a model in parts, one all_reduce of
+8 (4 + 5 R + buffers) bytes; for each update that of `replicate`, without the numbers of the step, and with `shard` that
+of `shard/owned_update.py` (zero=1) or `shard/loop_models.py`. On GPUs the hosts exchange one more for each backward
+pass. A sum that was foreseen, and was not wanted, comes on top.
 """
 
 from __future__ import annotations
@@ -71,6 +73,7 @@ _CALLS = {
     SPLIT: "calls a model for the first time",
 }
 # Places in the message: sums over the ranks, and then five numbers of each rank; the last two are equal on some ranks.
+# At the end of a step _STOP says that a rank was asked to stop; before an update, that the step's end has more to say.
 _WEIGHT, _LOSS, _STOP, _OTHERS, _FIRST_RANK = range(5)
 _CODE, _CHECK, _BAD, _ALIKE, _ARGUMENTS, _PER_RANK = range(6)
 _MOST_OPTIMIZERS = 1000
@@ -127,6 +130,19 @@ class Agreed(NamedTuple):
     is_stopping: bool
     has_others: bool  # on some rank the sums that began early are those of other gradients
     changed: list[int]  # for each buffer, as `Buffers.find_changed` has it
+
+
+class Ended(NamedTuple):
+    """What all ranks know of a step that has ended.
+
+    Attributes:
+        weight, loss: of the step's backward passes, added up; the loss is weighted.
+        is_stopping: a rank was asked to stop.
+    """
+
+    weight: float
+    loss: float
+    is_stopping: bool
 
 
 class OwnLoss(NamedTuple):
@@ -385,6 +401,7 @@ class PiecewiseParallel(Parallel):
             self.owned.assign(parameters)
             self.targets[-1].known = self._name(parameters)
         self.is_doubtful = False  # this rank had a loss that is not finite, and has weight 0
+        self.is_end_said = False  # at this step's newest sums no rank had something to say at its end
         comm = self.comms.step
         self.ranks_at = _FIRST_RANK
         self.buffers_at = _FIRST_RANK + _PER_RANK * comm.size
@@ -558,8 +575,12 @@ class PiecewiseParallel(Parallel):
         if self.parts is not None:
             self.parts.close_backward()
 
-    def reduce(self, piece: Piece) -> None:
+    def reduce(self, piece: Piece, is_stopping: bool) -> None:
         """Make the gradients of `piece.target` sums over the ranks, where they are not yet. Collective.
+
+        Args:
+            piece: this call.
+            is_stopping: this rank was asked to stop; the end of the step will say so.
 
         Raises:
             UsageError: a gradient was changed, or made, by something else than `backward`.
@@ -570,7 +591,7 @@ class PiecewiseParallel(Parallel):
         self._note_reached()
         self.foresight.note(True, piece.target)
         targets = self.targets if not piece.target else [self.targets[piece.target - 1]]
-        is_early = self._agree_on_early(piece, targets)
+        is_early = self._agree_on_early(piece, targets, is_stopping)
         self._check_left_out()
         for target in targets:
             # Of the others it is known that nothing has changed them.
@@ -639,8 +660,14 @@ class PiecewiseParallel(Parallel):
             held |= self.tensor.held()
         return held
 
-    def end_step(self, piece: Piece, is_stopping: bool) -> Agreed:
+    def end_step(self, piece: Piece, is_asked_to_stop: Callable[[], bool], may_be_silent: bool = False) -> Ended:
         """Make buffers equal on all ranks, and begin the next step. Collective.
+
+        Args:
+            piece: this call.
+            is_asked_to_stop: returns whether this rank was. It is not called where the ranks say nothing: they hear of
+                it in the next step.
+            may_be_silent: nothing is compared, and the next piece tells whether all ranks were here.
 
         Returns:
             The weight and the weighted loss of the step's backward passes, added up.
@@ -653,6 +680,29 @@ class PiecewiseParallel(Parallel):
         self.counts_samples(True)
         self._drop_early()
         self.foresight.end_step()
+        is_silent = may_be_silent and self._is_all_said()
+        is_stopping = not is_silent and self._agree_on_end(piece, is_asked_to_stop())
+        self.is_end_said = False
+        self.reshard()
+        weight = sum(each.weight for each in self.losses)
+        loss = sum(each.loss for each in self.losses)
+        self.losses = []
+        return Ended(weight, loss, is_stopping)
+
+    def _is_all_said(self) -> bool:
+        """Return whether the ranks have nothing to tell each other at the end of a step; equal on all of them."""
+        return self.is_end_said and not self.unread  # a loss that is not read belongs to this step
+
+    def _has_more_to_say(self, is_stopping: bool) -> bool:
+        """Return whether this rank has something to tell the others at the end of the step, as far as it knows."""
+        # One rank alone hears of a stop at once. Under tensor the ranks compare what they have in common.
+        if is_stopping or self.comms.step.size == 1 or self.tensor is not None:
+            return True
+        # What is written after the sums only its rank knows then: a buffer of the model's state may not wait a step.
+        return not self.buffers.are_derived or self.buffers.has_changed()
+
+    def _agree_on_end(self, piece: Piece, is_stopping: bool) -> bool:
+        """Make buffers equal; return whether a rank was asked to stop."""
         self._say(piece)
         self._write(_STOP, is_stopping)
         pieces = self._pieces()
@@ -665,12 +715,8 @@ class PiecewiseParallel(Parallel):
         # Ranks of `tensor` change the same buffers: each change was counted by all of them.
         copies = self.comms.axes["tensor"].size
         self.buffers.reduce([ranks // copies for ranks in agreed.changed])
-        self.reshard()
         self.buffers.begin_step()
-        weight = sum(each.weight for each in self.losses)
-        loss = sum(each.loss for each in self.losses)
-        self.losses = []
-        return agreed._replace(weight=weight, loss=loss)
+        return agreed.is_stopping
 
     def reshard(self) -> None:
         """Leave parts alone of parameters that a call has gathered; a backward pass of it gathers them again."""
@@ -871,9 +917,10 @@ class PiecewiseParallel(Parallel):
     def _calls(self) -> int:
         return self.comms.step.ledger.calls.total()
 
-    def _agree_on_early(self, piece: Piece, targets: Sequence[_Target]) -> bool:
+    def _agree_on_early(self, piece: Piece, targets: Sequence[_Target], is_stopping: bool) -> bool:
         """Return whether sums that began in the backward pass are, on all ranks, those of the gradients."""
         self._say(piece)
+        self._write(_STOP, self._has_more_to_say(is_stopping))
         wanted = [target for target in self.early if target in targets and target.early.is_begun]
         is_current = all(target.early.is_current() and not target.early.is_kept for target in wanted)
         self._write(_OTHERS, self.is_mixed or not is_current)
@@ -881,6 +928,7 @@ class PiecewiseParallel(Parallel):
         for target in self.early:  # in the order in which they began
             target.early.finish()
         agreed = self._read_with_earlier(piece, self._finish_sum())
+        self.is_end_said = not agreed.is_stopping
         if agreed.has_others:
             self.foresight.was_wrong()
         return not agreed.has_others
@@ -944,8 +992,7 @@ class PiecewiseParallel(Parallel):
         """Remember every gradient, to tell later whether something else has changed it."""
         # Rows that no other rank has are sums already, so torch's clip_grad_norm_ is right on them.
         may_have_parts = self.comms.axes["replicate"].size > 1 and self.parts is not None
-        for known in self.known.values():
-            parameter = known.parameter
+        for parameter, known in self.known.items():
             if parameter.requires_grad:
                 known.is_unsummed = True
             gradient = parameter.grad
@@ -1053,21 +1100,8 @@ class PiecewiseParallel(Parallel):
         weight, loss, stop, others = sums[: self.ranks_at]
         by_rank = self._by_rank(sums)
         self._check_same(piece, by_rank)
-        bad_ranks = [self.comms.step.peers[index] for index, numbers in enumerate(by_rank) if numbers[_BAD]]
-        if bad_ranks and piece.call == SPLIT:
-            raise WorkloadError(
-                "every rank should be able to split the model by tensor",
-                f"rank {bad_ranks[0]} can't, by what it was called with there",
-                "see the error of that rank",
-            )
-        if any(numbers[_BAD] == _BAD_WEIGHT for numbers in by_rank):
-            raise LossError(
-                "the weight of a loss should be a number, 0 or more",
-                f"that of rank {bad_ranks[0]} is negative, NaN or infinite; the parameters were left as they were",
-                "write over how many samples or tokens the loss is a mean",
-            )
-        if bad_ranks:
-            raise _not_finite(bad_ranks)
+        if any(numbers[_BAD] for numbers in by_rank):
+            raise self._bad(piece, by_rank)
         if piece.call == BACKWARD and weight <= 0:
             raise LossError(
                 "can't take the mean loss over the ranks",
@@ -1080,6 +1114,23 @@ class PiecewiseParallel(Parallel):
                 self._check_alike(piece.call, [numbers[_ALIKE] for numbers in by_rank])
         changed = sums[self.buffers_at :]
         return Agreed(weight, loss, stop > 0, others > 0, [round(count) for count in changed])
+
+    def _bad(self, piece: Piece, by_rank: Sequence[Sequence[float]]) -> PacelineError:
+        """Return the error of the ranks that say that something is bad."""
+        bad_ranks = [self.comms.step.peers[index] for index, numbers in enumerate(by_rank) if numbers[_BAD]]
+        if piece.call == SPLIT:
+            return WorkloadError(
+                "every rank should be able to split the model by tensor",
+                f"rank {bad_ranks[0]} can't, by what it was called with there",
+                "see the error of that rank",
+            )
+        if any(numbers[_BAD] == _BAD_WEIGHT for numbers in by_rank):
+            return LossError(
+                "the weight of a loss should be a number, 0 or more",
+                f"that of rank {bad_ranks[0]} is negative, NaN or infinite; the parameters were left as they were",
+                "write over how many samples or tokens the loss is a mean",
+            )
+        return _not_finite(bad_ranks)
 
     def _by_rank(self, sums: Sequence[float]) -> list[Sequence[float]]:
         """Return the numbers of each rank."""

@@ -28,7 +28,7 @@ from paceline.parallel.apply import Parallel
 from paceline.parallel.low_precision_states import memory_of
 from paceline.parallel.observer import FORWARD, REDUCE, UPDATE, StepObserver
 from paceline.parallel.optimizer_parts import parts_of
-from paceline.parallel.pieces import Agreed, OwnLoss, Piece, PiecewiseParallel
+from paceline.parallel.pieces import Ended, OwnLoss, Piece, PiecewiseParallel
 from paceline.parallel.split_forward import SplitForward
 from paceline.profile.allocation_trace import Allocations
 from paceline.profile.step_observer import AbsentPeers, MemoryObserver
@@ -129,10 +129,10 @@ class AloneInPieces(PiecewiseParallel):
     def _check_weights(self, found: float, expected: int) -> None:
         """Do nothing: the other ranks' weights are not here."""
 
-    def reduce(self, piece: Piece) -> None:
+    def reduce(self, piece: Piece, is_stopping: bool) -> None:
         """Enter the phase, which lasts until the update or the next forward pass: gradients may be clipped in it."""
         self.observers.phase_begins(REDUCE)
-        super().reduce(piece)
+        super().reduce(piece, is_stopping)
         self._name_gradients()
 
     def begin_update(self, optimizer: torch.optim.Optimizer, target: int) -> None:
@@ -140,10 +140,10 @@ class AloneInPieces(PiecewiseParallel):
         self.observers.phase_begins(UPDATE)
         super().begin_update(optimizer, target)
 
-    def end_step(self, piece: Piece, is_stopping: bool) -> Agreed:
+    def end_step(self, piece: Piece, is_asked_to_stop: Callable[[], bool], may_be_silent: bool = False) -> Ended:
         """Enter the phase."""
         self.observers.phase_begins(REDUCE)
-        return super().end_step(piece, is_stopping)
+        return super().end_step(piece, is_asked_to_stop, may_be_silent)
 
     def shard_models(self, models: Mapping[str, torch.nn.Module]) -> None:
         """Have the observers told of gathered blocks."""
@@ -266,10 +266,10 @@ class LoneJob(LoopJob):
         assert self.cut is not None
         return _RecordedLoader(self, self.cut)
 
-    def end_step(self) -> None:
+    def end_step(self, goes_on: bool = False) -> None:
         """Enter what the end of a step allocates, though the loader begins it."""
         with contextlib.nullcontext() if self.recorder is None else self.recorder.paused(False):
-            super().end_step()
+            super().end_step(goes_on)
 
     def save(self, folder: Any) -> None:
         """Do nothing: the steps are tried out."""

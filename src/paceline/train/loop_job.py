@@ -756,8 +756,11 @@ class LoopJob(Job):
         self.samples += part.of
         self.batches_seen += 1
 
-    def end_step(self) -> None:
+    def end_step(self, goes_on: bool = False) -> None:
         """End the step if an optimizer has updated in it: make buffers equal, save what is due. Collective.
+
+        Args:
+            goes_on: the loop begins the next step, in which the ranks find out whether all of them do.
 
         Raises:
             Stopped: the job was asked to stop; it has been saved.
@@ -765,25 +768,28 @@ class LoopJob(Job):
         """
         self._finish_step()
         if self.is_updated:
-            is_stopping = self._end_step()
+            is_stopping = self._end_step(goes_on)
             self._save_if_due(is_stopping)
             self._begin_timing()
 
-    def _end_step(self) -> bool:
+    def _end_step(self, goes_on: bool = False) -> bool:
         """End the step but for its checkpoint, and return whether the job is to stop after it. Collective."""
         self.is_updated = False
         every = self.plan.checkpoint_every
-        is_compared = self.step_number <= _COMPARED_STEPS or (every and self.step_number % every == 0)
+        # Before a checkpoint, too, whose collectives want every rank there.
+        is_compared = self.step_number <= _COMPARED_STEPS or bool(every and self.step_number % every == 0)
         self.board.begin_collective()
         check = self.parallel.check_of_parameters() if is_compared and self.size > 1 else 0.0
         with self._located():
-            agreed = self.parallel.end_step(Piece(END, 0, check, _OTHER_PARAMETERS), self._is_asked_to_stop())
+            ended = self.parallel.end_step(
+                Piece(END, 0, check, _OTHER_PARAMETERS), self._is_asked_to_stop, goes_on and not is_compared
+            )
         now_s = self.clock.now_s()
         self.last = StepRecord(
             self.step_number,
             self.position,
-            agreed.loss / agreed.weight if agreed.weight else 0.0,
-            agreed.weight,
+            ended.loss / ended.weight if ended.weight else 0.0,
+            ended.weight,
             self.samples,
             round(now_s - self.began_s, 6),
             self.ledger.total_bytes - self.sent_before,
@@ -800,9 +806,10 @@ class LoopJob(Job):
         self.usual_updates = len(self.stepped)
         self.stepped.clear()
         self.samples = self.batches_seen = 0
-        self.parallel.observers.parameters_updated(self.parallel.named(), self.optimizer)
+        if self.parallel.observers.observers:
+            self.parallel.observers.parameters_updated(self.parallel.named(), self.optimizer)
         self._begin_timing()
-        return bool(agreed.is_stopping)
+        return ended.is_stopping
 
     def _finish_step(self) -> None:
         if self.late is not None:
@@ -826,7 +833,7 @@ class LoopJob(Job):
     def _begin_piece(self) -> None:
         self._check_may_step()
         if self.cut is None or self.part is None:
-            self.end_step()  # without a loader the next backward pass begins a step
+            self.end_step(goes_on=True)  # without a loader the next backward pass begins a step
             if self.return_to is not None:
                 self.return_to()
                 self.return_to = None
@@ -858,7 +865,7 @@ class LoopJob(Job):
         self._follow_groups()
         self.board.begin_collective()
         with self._located():
-            self.parallel.reduce(Piece(REDUCE, target))
+            self.parallel.reduce(Piece(REDUCE, target), self._is_asked_to_stop())
 
     def _samples_here(self) -> int:
         if self.part is None:
@@ -978,7 +985,7 @@ class LoopLoader:
         loaded = ((part, part.batch) for part in parts)
         for part, batch in timed_data(on_device(loaded, self.job.device, self.job.to_float64, at_hand)):
             # Whatever the loop does with a batch, the step ends here.
-            self.job.end_step()
+            self.job.end_step(goes_on=True)
             self.cut.note_batch()
             self.job.take(part)
             TIMES.switch(FORWARD)

@@ -49,6 +49,7 @@ class Buffers:
         names: of the buffers, as in `named_buffers` when this was made.
         changed: for each, whether this rank's forward passes changed it in the step.
         is_compared: whether values are compared, beside what shows a write: others want to know of every one.
+        are_derived: none belongs to the model's state (`persistent=False`): each rank can compute them anew.
     """
 
     def __init__(self, model: torch.nn.Module, comm: AxisComm) -> None:
@@ -63,6 +64,7 @@ class Buffers:
                     number[id(tensor)] = len(self.slots)
                     self.slots.append((module, key))
                     self.names.append(f"{path}.{key}" if path else key)
+        self.are_derived = all(key in module._non_persistent_buffers_set for module, key in self.slots)
         self.modules: list[list[int]] = []  # the buffers of each module that has several
         for module in model.modules():
             tensors = module.buffers(recurse=False)
@@ -99,6 +101,14 @@ class Buffers:
                 self.agreed[index] = _form(tensor)
                 if index in self.prints and tensor is not None:
                     self.prints[index] = _print_of(tensor)
+
+    def has_changed(self) -> bool:
+        """Return whether something has written a buffer since the step began; `find_changed` finds it again."""
+        touched = self._find_touched(self.tensors)
+        if touched:
+            return True
+        rewritten, _ = self._compare(touched)
+        return bool(rewritten)
 
     def find_changed(self) -> list[int]:
         """Return what is to be summed over the ranks, for each buffer: 1 if this rank's forward passes changed it.
@@ -308,11 +318,18 @@ class Buffers:
 
     def _find_rewritten(self, touched: set[int]) -> set[int]:
         """Return buffers, beside the `touched` ones, whose values are others than at the beginning of the step."""
+        rewritten, now = self._compare(touched)
+        if now is not None:
+            self.prints = now  # the next step begins with them
+        self.rewritten |= rewritten
+        return rewritten
+
+    def _compare(self, touched: set[int]) -> tuple[set[int], dict[int, _Print] | None]:
+        """Return the buffers, beside the `touched` ones, with other values, and the prints of all, if any are taken."""
         if not self.prints:
-            return set()
+            return set(), None
         before = self.prints
         now = self._prints({}, touched)
-        self.prints = now  # the next step begins with them
         same_form = [index for index in now if index in before and now[index].form == before[index].form]
         rewritten = before.keys() - touched - set(same_form)
         if same_form:
@@ -320,8 +337,7 @@ class Buffers:
             for index, is_other in zip(same_form, differ.tolist(), strict=True):  # `tolist` waits for the device, once
                 if is_other:
                     rewritten.add(index)
-        self.rewritten |= rewritten
-        return rewritten
+        return rewritten, now
 
 
 class KeptBuffers:
