@@ -315,7 +315,9 @@ def job(tmp_path_factory):
     process = start(
         folder, "run", "-n", "2", "--job", "a", "--checkpoint-every", "0", file, TEST_WANTED=str(folder / "wanted")
     )
-    assert wait_for(lambda: (folder / "runs/a/times/1.jsonl").exists(), 30), process.stderr.read()
+    # Rank 0 writes the one, rank 1 the other, and either may be later.
+    written = [folder / "runs/a/events.jsonl", folder / "runs/a/times/1.jsonl"]
+    assert wait_for(lambda: all(file.exists() for file in written), 30), process.stderr.read()
     yield folder
     process.send_signal(signal.SIGKILL)
     process.communicate()

@@ -135,7 +135,7 @@ def _check(optimizer: torch.optim.Optimizer, states: str) -> None:
     if kind not in (torch.optim.Adam, torch.optim.AdamW):
         raise _refused(
             states,
-            f"the workload's optimizer is a {kind.__name__}, and only torch.optim's Adam and AdamW have such states",
+            f"the optimizer is a {kind.__name__}, and only torch.optim's Adam and AdamW have such states",
             "leave optimizer_states out, or return torch.optim.AdamW(...) itself",
         )
     if any(optimizer.state.values()):
