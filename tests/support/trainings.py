@@ -27,8 +27,8 @@ KILL = """
 import os, signal
 from paceline.train.loop_job import LoopJob
 plain_end_step = LoopJob.end_step
-def end_step(job):
-    plain_end_step(job)
+def end_step(job, goes_on=False):
+    plain_end_step(job, goes_on)
     if job.step_number == int(os.environ.get("KILL_AT", -1)):
         os.kill(os.getpid(), signal.SIGKILL)
 LoopJob.end_step = end_step
