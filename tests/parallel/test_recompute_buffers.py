@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
@@ -13,7 +14,7 @@ from paceline.comm import api
 from paceline.nouns.plan import Plan
 from paceline.nouns.profile import NOTHING_TO_RECOMPUTE
 from paceline.parallel.recompute import recompute_blocks
-from paceline.parallel.replicate.buffers import KeptBuffers
+from paceline.parallel.replicate.buffers import KeptBuffers, PassesBefore
 from paceline.train.job import Job
 
 from support.ranks import run_ranks
@@ -173,12 +174,37 @@ def test_large_buffers_that_nothing_wrote_are_not_held_twice():
     block = Table().double()
     kept = KeptBuffers([block])
     block(torch.randn(2, 6, dtype=torch.float64))
-    kept.drop_constants()
+    kept.drop_constants(PassesBefore())
     ((_, before),) = kept.before
     assert before["mask"] is block.mask
     assert before["table"] is not block.table
     assert before["table"].eq(1).all()
     assert int(before["calls"]) == 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_values_of_a_gpus_buffers_are_compared_in_the_first_passes_alone(device, monkeypatch):
+    """The host would wait for them. One that was written unseen in these passes stays copied."""
+    compared = []
+
+    def same(tensor, copy):
+        compared.append(tensor is block.table)
+        return tensor is not block.table or len(compared) > 2
+
+    monkeypatch.setattr("paceline.parallel.replicate.buffers._same", same)
+    earlier = PassesBefore()
+    with FakeTensorMode(), torch.device(device):
+        block = nn.Module()
+        block.register_buffer("table", torch.ones(5000, 6))
+        block.register_buffer("mask", torch.ones(5000, 6))
+        for number in range(5):
+            compared.clear()
+            kept = KeptBuffers([block])
+            kept.drop_constants(earlier)
+            ((_, before),) = kept.before
+            assert before["mask"] is block.mask
+            assert before["table"] is not block.table
+            assert len(compared) == (2 if device == "cpu" or number < 3 else 0)
 
 
 def cases(plan):

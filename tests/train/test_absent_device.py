@@ -28,6 +28,7 @@ from paceline.comm.host_copy import HostCopy
 from paceline.nouns.patching import patched
 from paceline.nouns.plan import Plan
 from paceline.parallel import pieces
+from paceline.parallel.replicate import buffers
 from paceline.parallel.replicate.early import EarlySums
 from paceline.profile import simulate
 from paceline.profile.step_observer import AbsentPeers
@@ -119,6 +120,7 @@ def all_seen():
     cells += [(make, line, None) for make, line, _ in OTHERS]
     cells += [(workload, "replicate=2", seed) for seed in SEEDS]
     cells.append((partly_used, "replicate=2", None))
+    cells += [(make, line, None) for make, line in TABLED]
     return run_ranks(1, seen_all, cells)[0]
 
 
@@ -128,6 +130,8 @@ def seen(make, line, seed):
         step = Step(make(), plan, 0, simulate.How(place=absent_device.NAME))
         step.parallel.read_by(Peers(step.comms.step.size, sums_on_cpu=False))
         step.step()  # in the first step the optimizer makes its state
+        if make in (tabled, masked):
+            compare_buffers(step)
         absent_device.SEEN.clear()
         step.watch = absent_device.Watch
         with nullcontext() if seed is None else planted(seed):
@@ -207,6 +211,55 @@ def partly_used():
 
 def test_where_this_rank_has_no_gradient_the_others_are_asked():
     assert all_seen()[partly_used, "replicate=2", None][READ] >= 1
+
+
+def tabled():
+    class Tabled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model()
+            self.register_buffer("table", torch.zeros(64), persistent=False)
+            self.register_buffer("mean", torch.zeros(64))
+
+        def forward(self, x):
+            return self.inner(x) + self.table + self.mean
+
+    return workload(model=Tabled)
+
+
+def compare_buffers(step):
+    """Have buffers' values compared, as those of a GPU are, and take the steps in which all of them are."""
+    buffers.FakeTensor = type("NoTensor", (), {})
+    FakeTensor.tolist = numbers_of
+    for _ in range(3):
+        step.step()
+    assert absent_device.SEEN[READ] > 0
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+        self.register_buffer("mask", torch.ones(512, 64), persistent=False)  # large enough not to be held twice
+
+    def forward(self, x):
+        return self.inner(x) * self.mask[0]
+
+
+def masked():
+    return workload(model=lambda: nn.Sequential(*(Masked() for _ in range(4))))
+
+
+TABLED = [(tabled, line) for line in ("replicate=2", "shard=2", "replicate=2,shard=2,zero=1")]
+TABLED += [
+    (masked, f"{line},checkpointing={how}") for line in ("replicate=2", "shard=2") for how in ("full", "selective")
+]
+
+
+@pytest.mark.parametrize(("make", "line"), TABLED)
+def test_after_the_first_steps_no_buffers_value_is_waited_for(make, line):
+    waits = {"allreduce on the host": 1} if "shard" in line else {}
+    assert all_seen()[make, line, None] == {**ALLOWED, **waits}
 
 
 def _read(tensor):

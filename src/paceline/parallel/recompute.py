@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from paceline.nouns.profile import NOTHING_TO_RECOMPUTE
 from paceline.parallel.kept_attributes import KeptAttributes
-from paceline.parallel.replicate.buffers import KeptBuffers
+from paceline.parallel.replicate.buffers import KeptBuffers, PassesBefore
 from paceline.parallel.shard.blocks import find_blocks
 
 Context = AbstractContextManager[Any]
@@ -54,7 +54,7 @@ def recomputed(function: Callable[..., Any], mode: str, block: torch.nn.Module |
     if mode == "selective":
         contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
     if block is not None:
-        contexts = functools.partial(_with_buffers, block, contexts or _no_contexts)
+        contexts = functools.partial(_with_buffers, block, PassesBefore(), contexts or _no_contexts)
     if contexts is not None:
         options["context_fn"] = contexts
 
@@ -132,24 +132,25 @@ class _Nested:
 class _DropConstants:
     """A context that lets go, at the end of the forward pass, of copies of what the pass has not written."""
 
-    def __init__(self, buffers: KeptBuffers) -> None:
+    def __init__(self, buffers: KeptBuffers, earlier: PassesBefore) -> None:
         self.buffers = buffers
+        self.earlier = earlier
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, *error: object) -> None:
-        self.buffers.drop_constants()
+        self.buffers.drop_constants(self.earlier)
 
 
-def _with_buffers(block: torch.nn.Module, contexts: Contexts) -> tuple[Context, Context]:
+def _with_buffers(block: torch.nn.Module, earlier: PassesBefore, contexts: Contexts) -> tuple[Context, Context]:
     """Return contexts of a forward pass and of its recomputation, which finds the block's state as the pass did."""
     # Called once for each forward pass of the block, before it: what is kept here is the state that the pass finds.
     first, again = contexts()
     modules = list(block.modules())
     buffers = KeptBuffers(modules)
     attributes = KeptAttributes(modules)
-    return _Nested(_DropConstants(buffers), first), _Nested(attributes, _Nested(buffers, again))
+    return _Nested(_DropConstants(buffers, earlier), first), _Nested(attributes, _Nested(buffers, again))
 
 
 def _no_contexts() -> tuple[Context, Context]:

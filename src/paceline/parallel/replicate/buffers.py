@@ -3,7 +3,8 @@
 Only those that a forward pass changed are sent. A change shows in the tensor's version counter, or in another
 tensor in its place. Writes through `.data` pass that counter, so values are compared too, by sums over their bits.
 torch's batch norms are spared that: their count of batches shows a change, and stands for the statistics. So is, after
-the first steps, a large buffer that was not written this way in them: to read a table takes longer than a short step.
+the first steps, a buffer that was not written this way in them, if it is large (to read a table takes longer than a
+short step) or on a GPU (the host would wait for it).
 
 Where a rank's buffer has another shape or dtype than all ranks last had, its flag says so, and the ranks tell one
 another the shapes. What can't be made equal then is each rank's own where it is derived (`persistent=False`: a table
@@ -313,7 +314,8 @@ class Buffers:
 
     def _is_readable(self, index: int, tensor: torch.Tensor) -> bool:
         """True if a buffer has values, and they are worth the time."""
-        is_due = self.steps <= _FIRST_STEPS or index in self.rewritten or tensor.nbytes <= _LARGE_BYTES
+        is_quick = tensor.nbytes <= _LARGE_BYTES and tensor.device.type == "cpu"
+        is_due = is_quick or self.steps <= _FIRST_STEPS or index in self.rewritten
         return is_due and not tensor.is_meta and _is_plain(tensor)
 
     def _find_rewritten(self, touched: set[int]) -> set[int]:
@@ -340,6 +342,19 @@ class Buffers:
         return rewritten, now
 
 
+class PassesBefore:
+    """What earlier forward passes of some modules did to their large buffers.
+
+    Attributes:
+        passes: how many there were.
+        rewritten: buffers, by module's number and name, that a pass wrote without a new version, as `.data` does.
+    """
+
+    def __init__(self) -> None:
+        self.passes = 0
+        self.rewritten: set[tuple[int, str]] = set()
+
+
 class KeptBuffers:
     """The buffers of some modules as they are now; while it is entered the modules see copies of these.
 
@@ -358,17 +373,27 @@ class KeptBuffers:
         self.before = _copied(self.first)
         self.now: list[_Slots] = []
 
-    def drop_constants(self) -> None:
-        """Hold no copies of large buffers that are as they were, such as masks: the buffers themselves will do."""
+    def drop_constants(self, earlier: PassesBefore) -> None:
+        """Hold no copies of large buffers that are as they were, such as masks: the buffers themselves will do.
+
+        Args:
+            earlier: of these modules. The values of a GPU's buffers, for which the host would wait, are compared in the
+                first passes alone.
+        """
         versions = iter(self.versions)
-        for (module, first), (_, before) in zip(self.first, self.before, strict=True):
+        is_early = earlier.passes < _FIRST_STEPS
+        earlier.passes += 1
+        for number, ((module, first), (_, before)) in enumerate(zip(self.first, self.before, strict=True)):
             for key, tensor in first.items():
                 version = next(versions)
                 copy = before[key]
                 if tensor is None or copy is None or tensor.nbytes <= _SMALL_BYTES:
                     continue
                 is_unwritten = module._buffers.get(key) is tensor and tensor._version == version
-                if is_unwritten and _same(tensor, copy):
+                if is_unwritten and (is_early or tensor.device.type == "cpu") and not _same(tensor, copy):
+                    earlier.rewritten.add((number, key))
+                    is_unwritten = False
+                if is_unwritten and (number, key) not in earlier.rewritten:
                     before[key] = tensor
         self.first = []
         self.versions = []
