@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import paceline
 from paceline.nouns.errors import LossError, PacelineError, UsageError
 from paceline.nouns.plan import Plan
+from paceline.parallel.replicate import early
 from paceline.parallel.replicate.early import EarlySums, Foresight
 
 from support.ranks import preload, run_ranks
@@ -54,6 +55,9 @@ class Alone:
 
     def gradients(self):
         return {}
+
+    def end_step(self):
+        pass
 
 
 def prepared(plain, *objects):
@@ -205,6 +209,17 @@ def rewritten_later(job, model, optimizer, step, batch):
         for parameter in model.parameters():
             parameter.grad.data.mul_(0.5)
     optimizer.step()
+
+
+def rewritten_at_the_end(job, model, optimizer, step, batch):
+    """In the last step; a save comes after it."""
+    optimizer.zero_grad()
+    pull(job, model, batch)
+    if step == STEPS - 1:
+        model[4].bias.grad.data.mul_(0.5)
+    optimizer.step()
+    if step == STEPS - 1:
+        job.end_step()
 
 
 def rewritten_in_one_place(job, model, optimizer, step, batch):
@@ -382,6 +397,7 @@ LOOPS = [
             accumulated,
             rewritten,
             rewritten_later,
+            rewritten_at_the_end,
             rewritten_in_one_place,
             frozen_between,
             weightless,
@@ -529,6 +545,65 @@ def test_a_mistake_in_a_foreseen_step_is_said_before_the_update(mistake, kind):
         assert is_same
         if mistake is nan:
             assert gradients == [0.0] * 6
+
+
+class Copied:
+    """`HostCopy` without a device; it remembers whether it was read."""
+
+    unread = 0
+
+    def __init__(self, numel, dtype, device):
+        self.numel = numel
+
+    def begin(self, make):
+        self.numbers = make().clone()
+        assert self.numbers.shape == (self.numel,)
+        Copied.unread += 1
+
+    def read(self):
+        Copied.unread -= 1
+        return self.numbers.tolist()
+
+
+def compared_late(rank, name):
+    """Run a loop as on GPUs, which compare the values of gradients while the host goes on."""
+    early._is_waited_for = lambda tensor: True
+    early.HostCopy = Copied
+    copies = []
+    plain = EarlySums.is_current
+
+    def is_current(self):
+        found = plain(self)
+        copies.append(self.late is not None)
+        return found
+
+    EarlySums.is_current = is_current
+    try:
+        answer = in_ranks(rank, name, {"mesh": "replicate=2", "bucket_bytes": 64})
+    except PacelineError as error:
+        return copies, (type(error).__name__, error.step, str(error))
+    return copies, answer
+
+
+@pytest.mark.parametrize("name", ["usual", "clips", "one_more_backward", "adversarial", "rewritten", "shared"])
+def test_values_that_a_device_compares_change_nothing(name):
+    expected = run_ranks(2, in_ranks, name, {"mesh": "replicate=2", "bucket_bytes": 64})
+    for (copies, found), values_without in zip(run_ranks(2, compared_late, name), expected, strict=True):
+        assert all(torch.equal(here, there) for here, there in zip(found, values_without, strict=True))
+        # In the first sums the host waits, and finds whoever rewrites gradients from the beginning.
+        assert not any(copies[:3])
+        if name == "usual":
+            assert copies == [False] * 3 + [True] * (STEPS - 5)
+
+
+@pytest.mark.parametrize("name", ["rewritten_later", "rewritten_at_the_end"])
+def test_a_change_that_a_device_finds_late_is_said(name):
+    for copies, (kind, step, text) in run_ranks(2, compared_late, name):
+        assert copies[-1]
+        assert kind == "UsageError"
+        assert step == (AT + 3 if name == "rewritten_later" else STEPS)
+        assert "the loop wrote that of" in text
+        assert "through .data" in text
 
 
 def test_nothing_is_foreseen_for_longer_and_longer():

@@ -474,6 +474,7 @@ class PiecewiseParallel(Parallel):
             LossError: it is not finite on some rank, or the weights add up to 0.
             CollectiveError: another rank is at another piece, or the weights add up to something else.
         """
+        self._check_late()
         self._note_reached()
         self._drop_early()
         self.foresight.note(False, 0)
@@ -680,6 +681,8 @@ class PiecewiseParallel(Parallel):
         self.counts_samples(True)
         self._drop_early()
         self.foresight.end_step()
+        if not may_be_silent:  # no backward pass may follow
+            self._check_late()
         is_silent = may_be_silent and self._is_all_said()
         is_stopping = not is_silent and self._agree_on_end(piece, is_asked_to_stop())
         self.is_end_said = False
@@ -932,6 +935,11 @@ class PiecewiseParallel(Parallel):
         if agreed.has_others:
             self.foresight.was_wrong()
         return not agreed.has_others
+
+    def _check_late(self) -> None:
+        """Raise UsageError if the newest update was made without a change of gradients that the loop made."""
+        for target in self.targets:
+            target.early.check_late()
 
     def _drop_early(self) -> None:
         """Wait for sums that are not needed."""

@@ -780,7 +780,7 @@ class LoopJob(Job):
         is_compared = self.step_number <= _COMPARED_STEPS or bool(every and self.step_number % every == 0)
         self.board.begin_collective()
         check = self.parallel.check_of_parameters() if is_compared and self.size > 1 else 0.0
-        with self._located():
+        with self._located(self.step_number):
             ended = self.parallel.end_step(
                 Piece(END, 0, check, _OTHER_PARAMETERS), self._is_asked_to_stop, goes_on and not is_compared
             )
@@ -941,13 +941,15 @@ class LoopJob(Job):
         self.position += self.samples
 
     @contextmanager
-    def _located(self) -> Iterator[None]:
-        """Give errors the rank and the step."""
+    def _located(self, step: int | None = None) -> Iterator[None]:
+        """Give errors the rank and the step: this one, or the one that is under way."""
         try:
             yield
         except PacelineError as error:
             rank = self.rank if error.rank is None else error.rank
-            raise error.at(rank=rank, step=self.step_number + (not self.is_updated)) from error.__cause__
+            if step is None:
+                step = self.step_number + (not self.is_updated)
+            raise error.at(rank=rank, step=step) from error.__cause__
 
 
 class LoopLoader:

@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from paceline.comm.host_copy import HostCopy
+from paceline.nouns.errors import UsageError
 from paceline.parallel.replicate.bucket import Bucket
 from paceline.parallel.replicate.buffers import sums_of
 from paceline.parallel.replicate.strategy import Replicate
@@ -85,6 +87,18 @@ class _Sent(NamedTuple):
     prints: dict[int, torch.Tensor]  # of the values of those that are compared
 
 
+class _Late(NamedTuple):
+    """Values of a GPU's gradients that are compared while the host goes on.
+
+    Attributes:
+        copy: for each of the parameters, above 0 where its gradient is not the one that was sent.
+        parameters: whose gradients are compared.
+    """
+
+    copy: HostCopy
+    parameters: list[torch.nn.Parameter]
+
+
 class EarlySums:
     """The sums of one optimizer's gradients.
 
@@ -104,6 +118,7 @@ class EarlySums:
         self.is_kept = False
         self.compared = 0
         self.is_reporting = False  # a backward pass runs in which sums begin
+        self.late: _Late | None = None  # of the newest sums
         self.hooks: list[RemovableHandle] = []
 
     @property
@@ -163,7 +178,13 @@ class EarlySums:
             bucket.reducer.finish(self.replicate.scale())
 
     def is_current(self) -> bool:
-        """True if gradients are still those of which the sums are."""
+        """True if gradients are still those of which the sums are.
+
+        The host does not wait for the values of a GPU's, after the first sums: `check_late` has what is found.
+        """
+        self.late = None
+        compared: list[torch.nn.Parameter] = []
+        differ: list[torch.Tensor] = []
         for bucket, sent in zip(self.buckets, self.sent, strict=True):
             gradients = bucket.gradients()
             for gradient, then, version in zip(gradients, sent.gradients, sent.versions, strict=True):
@@ -172,14 +193,46 @@ class EarlySums:
             # Writes through `.data` pass the version.
             for index, values in sent.prints.items():
                 gradient = gradients[index]
-                if gradient is not None and not torch.equal(_print_of(gradient), values):
+                if gradient is None:
+                    continue
+                if self.compared >= _COMPARED_SUMS and _is_waited_for(gradient):
+                    compared.append(bucket.parameters[index])
+                    differ.append((_print_of(gradient) != values).any())
+                elif not torch.equal(_print_of(gradient), values):
                     return False
+        if differ:
+            numbers = torch.stack(differ).float()
+            copy = HostCopy(len(differ), numbers.dtype, numbers.device)
+            copy.begin(lambda: numbers)
+            self.late = _Late(copy, compared)
         self.compared += 1
         return True
 
+    def check_late(self) -> None:
+        """Read what was compared while the host went on; the device has done it, as the host is a step further.
+
+        Raises:
+            UsageError: the newest update was made of sums without a change of this rank's gradients.
+        """
+        late, self.late = self.late, None
+        if late is None:
+            return
+        for parameter, differs in zip(late.parameters, late.copy.read(), strict=True):
+            if differs:
+                names = [name for name, other in self.replicate.parameters.items() if other is parameter]
+                raise UsageError(
+                    "gradients should be changed in place, once they are sums over the ranks",
+                    f"the loop wrote that of {names[0]} through .data, between job.backward and the newest update, "
+                    "which was made without the change",
+                    "call job.gradients() or job.clip(max_norm) before changes, and leave out .data; go on from the "
+                    "last checkpoint",
+                )
+
     def install(self) -> None:
         """Make the sums the gradients. Collective, where there are sparse ones."""
+        late = self.late
         self.forget()
+        self.late = late
         for bucket in self.buckets:
             bucket.install()
         self.replicate.gather_sparse()
@@ -188,6 +241,7 @@ class EarlySums:
         """Let go of the gradients."""
         self.is_begun = False
         self.sent = []
+        self.late = None  # what has changed is in the sums that are made anew
 
     def _send(self) -> None:
         """Copy the gradients of the next bucket, and start its sum."""
@@ -210,6 +264,11 @@ class EarlySums:
             if gradient is not None and (is_short or most > _SAMPLES):
                 prints[index] = _print_of(gradient).clone()
         return prints
+
+
+def _is_waited_for(tensor: torch.Tensor) -> bool:
+    """Return True if the host waits for a device where it reads the tensor."""
+    return tensor.device.type != "cpu"
 
 
 def _print_of(gradient: torch.Tensor) -> torch.Tensor:
