@@ -14,7 +14,7 @@ from paceline.comm import api
 from paceline.nouns.plan import Plan
 from paceline.nouns.profile import NOTHING_TO_RECOMPUTE
 from paceline.parallel.recompute import recompute_blocks
-from paceline.parallel.replicate.buffers import KeptBuffers, PassesBefore
+from paceline.parallel.replicate.buffers import EarlierPasses, KeptBuffers
 from paceline.train.job import Job
 
 from support.ranks import run_ranks
@@ -174,7 +174,7 @@ def test_large_buffers_that_nothing_wrote_are_not_held_twice():
     block = Table().double()
     kept = KeptBuffers([block])
     block(torch.randn(2, 6, dtype=torch.float64))
-    kept.drop_constants(PassesBefore())
+    kept.drop_constants(EarlierPasses())
     ((_, before),) = kept.before
     assert before["mask"] is block.mask
     assert before["table"] is not block.table
@@ -192,7 +192,7 @@ def test_the_values_of_a_gpus_buffers_are_compared_in_the_first_passes_alone(dev
         return tensor is not block.table or len(compared) > 2
 
     monkeypatch.setattr("paceline.parallel.replicate.buffers._same", same)
-    earlier = PassesBefore()
+    earlier = EarlierPasses()
     with FakeTensorMode(), torch.device(device):
         block = nn.Module()
         block.register_buffer("table", torch.ones(5000, 6))

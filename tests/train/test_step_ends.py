@@ -1,4 +1,4 @@
-"""The end of a loop's step is silent where all was said before the update, and nothing is lost by it."""
+"""A loop's step ends without a message where all was said before the update, and nothing is lost by it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from support.ranks import preload, run_ranks
 
 preload("paceline.train.loop_job")
 STEPS = 9
-AT = 6  # the step in which something happens; the ends of those around it are silent
+AT = 6  # the step in which something happens; those around it end without a message
 BATCH = 8
 DATA = torch.randn(STEPS * BATCH, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 CELLS = [(size, plan) for size in (2, 4) for plan in ("replicate", "replicate by gloo", "shard", "zero=1")]
 
 
 class Net(nn.Module):
-    """A model that counts, on each rank by itself, in a buffer."""
+    """A model with a buffer, if it is to have one: of its state (persistent), or derived."""
 
     def __init__(self, persistent=None):
         super().__init__()
@@ -69,14 +69,12 @@ def prepared(plan, size, model, data=DATA):
     return job, optimizer, (last if data is not None else None)
 
 
-def train(job, model, optimizer, loader, at=lambda moment: None, until=STEPS):
+def train(job, model, optimizer, loader, at=lambda moment: None):
     """Train; `at` is called at several moments of step AT."""
     calls = [job.ledger.calls.total()]
     for batch in loader:
         if job.step_number:
             calls.append(job.ledger.calls.total())
-        if job.step_number == until:
-            break
         is_it = job.step_number == AT - 1
         optimizer.zero_grad()
         loss = model(batch).square().mean()
@@ -92,18 +90,18 @@ def train(job, model, optimizer, loader, at=lambda moment: None, until=STEPS):
 def messages_of(rank, size, plan, persistent):
     model = Net(persistent)
     job, optimizer, loader = prepared(plan, size, model)
-    return train(job, model, optimizer, loader), [parameter.numel() for parameter in model.parameters()]
+    return train(job, model, optimizer, loader)
 
 
 @pytest.mark.parametrize(("size", "plan"), CELLS)
 def test_one_message_less_where_there_is_nothing_to_say(size, plan):
-    spoken, _ = run_ranks(size, messages_of, size, plan, True)[0]
+    with_all = run_ranks(size, messages_of, size, plan, True)[0]
     for persistent in (None, False):
-        silent, _ = run_ranks(size, messages_of, size, plan, persistent)[0]
-        expected = list(spoken)
+        found = run_ranks(size, messages_of, size, plan, persistent)[0]
+        expected = list(with_all)
         for step in range(_COMPARED_STEPS, len(expected)):
             expected[step] -= 1
-        assert silent == expected
+        assert found == expected
 
 
 def stops_of(rank, size, plan, moment, asked):
@@ -204,7 +202,7 @@ def test_buffers_are_equal_after_a_step_that_writes_them(plan, persistent, momen
 
 
 def parted(rank, what):
-    """Rank 1 does something else after a step with a silent end."""
+    """Rank 1 does something else after a step that has ended without a message."""
     model = Net()
     job, optimizer, loader = prepared("replicate by gloo", 2, model)
     try:
@@ -228,7 +226,7 @@ def parted(rank, what):
     ("what", "says"),
     [("leaves", "ends the step"), ("evaluates", "ends the step"), ("sums", "sums gradients")],
 )
-def test_ranks_that_part_after_a_silent_end_are_told(what, says):
+def test_ranks_that_part_after_a_step_without_its_message_are_told(what, says):
     first, second = run_ranks(2, parted, what)
     assert first[0] == second[0] == "CollectiveError"
     assert f"this rank calls job.backward, rank 1 {says}" in first[1]
@@ -255,7 +253,7 @@ def trained_without_a_loader(rank, size, plan):
 
 
 @pytest.mark.parametrize("plan", ["replicate", "replicate by gloo"])
-def test_a_loop_without_a_loader_has_silent_ends_too(plan):
+def test_a_loop_without_a_loader_leaves_the_message_out_too(plan):
     alone = run_ranks(1, trained_without_a_loader, 1, plan)[0]
     for calls, step, values in run_ranks(2, trained_without_a_loader, 2, plan):
         # The first steps' ends are said, and the sums that begin early come on top from the third on.

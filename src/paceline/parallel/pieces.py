@@ -661,14 +661,14 @@ class PiecewiseParallel(Parallel):
             held |= self.tensor.held()
         return held
 
-    def end_step(self, piece: Piece, is_asked_to_stop: Callable[[], bool], may_be_silent: bool = False) -> Ended:
+    def end_step(self, piece: Piece, is_asked_to_stop: Callable[[], bool], may_skip_message: bool = False) -> Ended:
         """Make buffers equal on all ranks, and begin the next step. Collective.
 
         Args:
             piece: this call.
             is_asked_to_stop: returns whether this rank was. It is not called where the ranks say nothing: they hear of
                 it in the next step.
-            may_be_silent: nothing is compared, and the next piece tells whether all ranks were here.
+            may_skip_message: nothing is compared, and the next piece tells whether all ranks were here.
 
         Returns:
             The weight and the weighted loss of the step's backward passes, added up.
@@ -681,10 +681,10 @@ class PiecewiseParallel(Parallel):
         self.counts_samples(True)
         self._drop_early()
         self.foresight.end_step()
-        if not may_be_silent:  # no backward pass may follow
+        if not may_skip_message:  # no backward pass may follow
             self._check_late()
-        is_silent = may_be_silent and self._is_all_said()
-        is_stopping = not is_silent and self._agree_on_end(piece, is_asked_to_stop())
+        skips_message = may_skip_message and self._is_all_said()
+        is_stopping = not skips_message and self._agree_on_end(piece, is_asked_to_stop())
         self.is_end_said = False
         self.reshard()
         weight = sum(each.weight for each in self.losses)
@@ -931,7 +931,7 @@ class PiecewiseParallel(Parallel):
         for target in self.early:  # in the order in which they began
             target.early.finish()
         agreed = self._read_with_earlier(piece, self._finish_sum())
-        self.is_end_said = not agreed.is_stopping
+        self.is_end_said = not agreed.is_stopping  # here: no rank has more to say
         if agreed.has_others:
             self.foresight.was_wrong()
         return not agreed.has_others

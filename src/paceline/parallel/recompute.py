@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from paceline.nouns.profile import NOTHING_TO_RECOMPUTE
 from paceline.parallel.kept_attributes import KeptAttributes
-from paceline.parallel.replicate.buffers import KeptBuffers, PassesBefore
+from paceline.parallel.replicate.buffers import EarlierPasses, KeptBuffers
 from paceline.parallel.shard.blocks import find_blocks
 
 Context = AbstractContextManager[Any]
@@ -54,7 +54,7 @@ def recomputed(function: Callable[..., Any], mode: str, block: torch.nn.Module |
     if mode == "selective":
         contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
     if block is not None:
-        contexts = functools.partial(_with_buffers, block, PassesBefore(), contexts or _no_contexts)
+        contexts = functools.partial(_with_buffers, block, EarlierPasses(), contexts or _no_contexts)
     if contexts is not None:
         options["context_fn"] = contexts
 
@@ -132,7 +132,7 @@ class _Nested:
 class _DropConstants:
     """A context that lets go, at the end of the forward pass, of copies of what the pass has not written."""
 
-    def __init__(self, buffers: KeptBuffers, earlier: PassesBefore) -> None:
+    def __init__(self, buffers: KeptBuffers, earlier: EarlierPasses) -> None:
         self.buffers = buffers
         self.earlier = earlier
 
@@ -143,7 +143,7 @@ class _DropConstants:
         self.buffers.drop_constants(self.earlier)
 
 
-def _with_buffers(block: torch.nn.Module, earlier: PassesBefore, contexts: Contexts) -> tuple[Context, Context]:
+def _with_buffers(block: torch.nn.Module, earlier: EarlierPasses, contexts: Contexts) -> tuple[Context, Context]:
     """Return contexts of a forward pass and of its recomputation, which finds the block's state as the pass did."""
     # Called once for each forward pass of the block, before it: what is kept here is the state that the pass finds.
     first, again = contexts()

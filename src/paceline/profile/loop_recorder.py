@@ -140,10 +140,10 @@ class AloneInPieces(PiecewiseParallel):
         self.observers.phase_begins(UPDATE)
         super().begin_update(optimizer, target)
 
-    def end_step(self, piece: Piece, is_asked_to_stop: Callable[[], bool], may_be_silent: bool = False) -> Ended:
+    def end_step(self, piece: Piece, is_asked_to_stop: Callable[[], bool], may_skip_message: bool = False) -> Ended:
         """Enter the phase."""
         self.observers.phase_begins(REDUCE)
-        return super().end_step(piece, is_asked_to_stop, may_be_silent)
+        return super().end_step(piece, is_asked_to_stop, may_skip_message)
 
     def shard_models(self, models: Mapping[str, torch.nn.Module]) -> None:
         """Have the observers told of gathered blocks."""

@@ -342,7 +342,7 @@ class Buffers:
         return rewritten, now
 
 
-class PassesBefore:
+class EarlierPasses:
     """What earlier forward passes of some modules did to their large buffers.
 
     Attributes:
@@ -373,7 +373,7 @@ class KeptBuffers:
         self.before = _copied(self.first)
         self.now: list[_Slots] = []
 
-    def drop_constants(self, earlier: PassesBefore) -> None:
+    def drop_constants(self, earlier: EarlierPasses) -> None:
         """Hold no copies of large buffers that are as they were, such as masks: the buffers themselves will do.
 
         Args:
