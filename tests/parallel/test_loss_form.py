@@ -16,7 +16,7 @@ from paceline.train.data import RankLoader
 
 MODEL = nn.Linear(3, 2)
 BATCH = {"x": torch.ones(4, 3), "y": torch.zeros(4, dtype=torch.int64)}
-MOMENTS = StepHooks(lambda total, weight: None, lambda is_last, is_padding: None, lambda: None, False)
+MOMENTS = StepHooks(lambda total, weight: None, lambda is_last, is_padding: None, lambda: None)
 
 
 def total(batch, reduction="sum"):

@@ -6,11 +6,12 @@ pull in `reduce` and clip on the servers. Under collectives:
 gather        shard          parameters made whole for the step
 forward,      tensor         inside every stage
 backward      pipeline       micro-batches through the stages
+              (all)          with one micro-batch the loss is divided by the global weight before its backward pass
               replicate      gradients leave as they come, where nothing else must happen to them first
 reduce        pipeline       gradients of parameters that several stages hold
               shard          summed, each rank its rows
               replicate      summed
-              (all)          divided by the global weight
+              (all)          divided by the global weight, where they are those of the sum
 change        replicate      by the user's function
 clip          (all)          by the norm of the whole gradient
 """
@@ -178,16 +179,15 @@ class Parallel:
         # Before the first forward pass: whatever it changes, or adds, is this step's.
         self.stats.clear()
         self.buffers.begin_step()
+        # With several micro-batches the first backward pass comes before the last forward pass, and so before the
+        # weight of the batch is known. Under fp16 the scale is the sum's.
+        self.is_mean = longest <= 1 and self.loss_scale is None
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         for one in self.replicates:
-            one.begin_step(self.stats.finish)
+            one.begin_step(_no_scale if self.is_mean else self.stats.finish)
         self.observers.phase_begins(GATHER)
         self.placed.begin_step()
         self.observers.phase_begins(FORWARD)
-        self.is_mean = self.comms.step.size == 1 and len(microbatches) == 1 and self.placed.is_plain
-        scale = 1.0
-        if self.loss_scale is not None:
-            scale = self.loss_scale.value
-            self.is_mean = False  # gradients overflow at the same scale on any number of ranks
 
         def after_forwards() -> None:
             # All forward passes are done: the numbers of the step are known, and buffers are not written any more.
@@ -195,8 +195,11 @@ class Parallel:
             for one in self.replicates:
                 one.begin_last_backward()
 
-        hooks = StepHooks(self.stats.add, self.placed.before_backward, after_forwards, self.is_mean, scale)
+        weight = self.stats.weight if self.is_mean else None
+        hooks = StepHooks(self.stats.add, self.placed.before_backward, after_forwards, weight, scale)
         self.placed.forward_backward(self.workload.loss, microbatches, hooks, longest)
+        if self.is_mean and not microbatches:  # no backward pass has waited for it, and sums end in their order
+            self.stats.finish()
 
     def reduce_gradients(self) -> StepStats:
         """Make every gradient that of the global batch's mean loss."""
@@ -207,7 +210,7 @@ class Parallel:
             one.reduce_gradients()
         scale = self.stats.finish()
         stats = self.peer_values.step_stats(self.stats, self.buffers.changed)
-        # Otherwise `replicate` has divided by the weight in the pass that adds up.
+        # Otherwise the loss was divided by the weight, or `replicate` has divided in the pass that adds up.
         for one in self.replicates:
             if one.comm.size == 1 and not self.is_mean and stats.weight:
                 scale_gradients(one.parameters.values(), scale)
@@ -276,6 +279,10 @@ class Parallel:
         self.placed.close()
         for one in self.replicates:
             one.close()
+
+
+def _no_scale() -> None:
+    """Return what gradients of the mean are multiplied by: nothing."""
 
 
 def strategy_of(plan: Plan) -> type[Parallel]:

@@ -36,7 +36,6 @@ class GraphAdapter:
         autocast: the workload's precision.
     """
 
-    is_plain = False
     is_captured = True
 
     def __init__(
@@ -110,9 +109,7 @@ class GraphAdapter:
 
     def _forward_backward(self, loss: Any, microbatches: Sequence[Any], hooks: StepHooks) -> None:
         if self.pipeline is not None:
-            # In a pipeline forward and backward passes alternate: all forwards are done only when the schedule is.
             self.pipeline.forward_backward(loss, microbatches, hooks)
-            hooks.after_forwards()
             return
 
         def run(batch: Any) -> Any:

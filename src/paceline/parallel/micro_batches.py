@@ -1,7 +1,9 @@
 """Run a step on one rank: forward and backward passes over its micro-batches, one after another.
 
 Needs: the loss as (sum, weight).
-Promises: accumulation changes nothing but rounding; nothing is divided before the whole batch is known.
+Promises: with one micro-batch the backward pass is that of the global batch's mean loss, as in a plain loop, so hooks
+and code in the backward pass see what they see there. With several, gradients are those of the sum until the whole
+batch's weight is known.
 Traffic: none.
 """
 
@@ -29,15 +31,27 @@ class StepHooks:
         add: a micro-batch's loss sum and weight.
         before_backward: a backward pass begins; whether it is the last, and whether it counts nothing.
         after_forwards: the last forward pass is done.
-        takes_mean: gradients may be those of the mean at once: one micro-batch, and nobody to wait for.
+        weight: waits for the global batch's weight, by which the loss is divided before its backward pass; None where
+            gradients are those of the sum: the weight is not known before the first backward pass.
         scale: the factor of the loss in backward passes, under fp16.
     """
 
     add: Callable[[torch.Tensor, torch.Tensor | float], None]
     before_backward: Callable[[bool, bool], None]
     after_forwards: Callable[[], None]
-    takes_mean: bool
+    weight: Callable[[], torch.Tensor | float] | None = None
     scale: float = 1.0
+
+    def mean(self, total: torch.Tensor) -> torch.Tensor:
+        """Return what the backward pass begins at: this rank's share of the mean loss, or the sum; times the scale."""
+        if self.weight is not None:
+            weight = self.weight()
+            if isinstance(weight, torch.Tensor):
+                weight = weight.to(torch.promote_types(total.dtype, torch.float32))
+            total = total / weight
+        if self.scale != 1.0:
+            total = total.to(torch.promote_types(total.dtype, torch.float32)) * self.scale
+        return total
 
 
 def forward_backward(
@@ -73,12 +87,9 @@ def forward_backward(
         if is_last:
             hooks.after_forwards()
         hooks.before_backward(is_last, is_padding)
-        if hooks.takes_mean:
-            total = total / weight
-        if hooks.scale != 1.0:
-            total = total.to(torch.promote_types(total.dtype, torch.float32)) * hooks.scale
+        root = hooks.mean(total)
         with Timed(BACKWARD):
-            total.backward()  # type: ignore[no-untyped-call]
+            root.backward()  # type: ignore[no-untyped-call]
     # A rank without samples has no forward pass, but the others wait for its numbers.
     if not microbatches:
         hooks.after_forwards()

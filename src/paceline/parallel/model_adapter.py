@@ -29,7 +29,6 @@ class ModelAdapter(Protocol):
     Attributes:
         model: the person's module; its parameters are what this rank updates, or nothing (on the meta device).
         autocast: the workload's precision, as a context.
-        is_plain: nothing is split: gradients may be divided before the backward pass.
         finishes_later: gradients are not final when autograd makes them.
         is_captured: the person's code runs as graphs, without side effects.
         couples_samples: the operation in which samples meet, where that is known.
@@ -40,7 +39,6 @@ class ModelAdapter(Protocol):
 
     model: torch.nn.Module
     autocast: Autocast
-    is_plain: bool
     finishes_later: bool
     counts_loss: bool
     is_captured: bool
@@ -176,7 +174,6 @@ class OwnCode:
 class EagerAdapter(OwnCode):
     """A model of which this rank has every parameter whole."""
 
-    is_plain = True
     finishes_later = False
 
     def __init__(

@@ -160,7 +160,8 @@ class ServerParallel(Parallel):
         self.observers.phase_begins(FORWARD)
         self.was_stopping = is_stopping
         self.is_mean = self.plan.world_size == 1 and len(microbatches) == 1
-        hooks = StepHooks(self.stats.add, self.placed.before_backward, lambda: None, self.is_mean)
+        weight = self.stats.own_weight if self.is_mean else None
+        hooks = StepHooks(self.stats.add, self.placed.before_backward, lambda: None, weight)
         self.placed.forward_backward(self.workload.loss, microbatches, hooks, longest)
 
     def reduce_gradients(self) -> StepStats:

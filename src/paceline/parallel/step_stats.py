@@ -80,6 +80,10 @@ class StepStatsReducer:
         # A place per rank: the sum names the ranks. Stays on the device, as `loss` does: nobody waits here.
         self.mine[_FIRST_RANK + self.comm.rank] += ~torch.isfinite(loss)
 
+    def own_weight(self) -> torch.Tensor:
+        """Return the weight of this rank's micro-batches so far, a scalar."""
+        return self.mine[_WEIGHT]
+
     def begin(self, is_stopping: bool, changed: Sequence[int]) -> None:
         """Send this rank's numbers; all its forward passes are done."""
         # On a GPU neither waits for the device, as an assignment of a number or of memory that is not pinned does.
@@ -104,6 +108,11 @@ class StepStatsReducer:
                 self.copy.hold_device()
             self.scale = self.reducer.outbox[_WEIGHT].reciprocal()
         return self.scale
+
+    def weight(self) -> torch.Tensor:
+        """Wait for the others, once; return the weight of the global batch, a scalar."""
+        self.finish()
+        return self.reducer.outbox[_WEIGHT]
 
     def read(self) -> StepStats:
         """Return the numbers, after `finish`."""

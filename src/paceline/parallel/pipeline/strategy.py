@@ -33,7 +33,7 @@ from paceline.parallel.micro_batches import StepHooks, checked_loss
 from paceline.parallel.pipeline.split_backward import backward_of_inputs, backward_of_weights
 
 Autocast = Callable[[], AbstractContextManager[Any]]
-Add = Callable[[torch.Tensor, torch.Tensor | float], None]
+_NO_STEP = StepHooks(lambda total, weight: None, lambda is_last, is_padding: None, lambda: None)  # of an evaluation
 
 
 @dataclass(slots=True)
@@ -63,15 +63,18 @@ class Pipeline:
         return self.schedules[micro_batches]
 
     def forward_backward(self, loss: Function, microbatches: Sequence[Any], hooks: StepHooks) -> None:
-        """Add up the gradients of the loss sums of `microbatches`, each cut alike (see `same_shapes`)."""
+        """Add up the gradients of the losses of `microbatches`, each cut alike (see `same_shapes`)."""
         for run in same_shapes(microbatches):
             program = self.split.program("loss", loss, run[0])
-            _StageRun(self, program, run, hooks.add, hooks.scale).play(self.schedule(len(run)))
+            _StageRun(self, program, run, hooks).play(self.schedule(len(run)))
+        if not microbatches or hooks.weight is None:
+            # Forward and backward passes alternate: all forwards are done only when the schedule is.
+            hooks.after_forwards()
 
     def evaluate(self, key: str, function: Function, batch: Any) -> Any:
         """Run a function of the model forwards; return its result on every rank of the pipeline."""
         program = self.split.program(key, function, batch, is_training=False)
-        run = _StageRun(self, program, [batch], lambda total, weight: None)
+        run = _StageRun(self, program, [batch], _NO_STEP)
         flat: list[Any] | None = None
         with torch.no_grad():
             # In the order of stages: no rank waits for a message of a later stage.
@@ -129,8 +132,7 @@ class _StageRun:
     pipeline: Pipeline
     program: Program
     microbatches: Sequence[Any]
-    add: Add
-    scale: float = 1.0  # of the loss, in backward passes
+    hooks: StepHooks
     flights: dict[tuple[int, int], _Flight] = field(default_factory=dict)
     coming: dict[Action, list[tuple[torch.Tensor, Pending]]] = field(default_factory=dict)
     has_halves: bool = False
@@ -149,6 +151,7 @@ class _StageRun:
         act = {FORWARD: self._forward, BACKWARD: self._backward, WEIGHTS: self._weights}
         work = {FORWARD: FORWARD_TIME, BACKWARD: BACKWARD_TIME, WEIGHTS: BACKWARD_TIME}
         actions = schedule.actions[self.pipeline.comm.rank]
+        forwards_left = sum(action.kind == FORWARD for action in actions)
         self.has_halves = any(action.kind == WEIGHTS for action in actions)
         ahead = 1 if self.pipeline.split.device.type == "cpu" else 0
         for number, action in enumerate(actions):
@@ -156,6 +159,10 @@ class _StageRun:
                 self._ask(due)
             with Timed(work[action.kind], f"micro-batch {action.micro_batch}, stage {action.stage}"):
                 act[action.kind](action)
+            forwards_left -= action.kind == FORWARD
+            # One micro-batch: every rank is done with its forward passes before the last stage's backward pass.
+            if action.kind == FORWARD and not forwards_left and self.hooks.weight is not None:
+                self.hooks.after_forwards()
         self.pipeline.drain()
 
     def forward(self, stage: int, micro: int) -> list[Any]:
@@ -179,7 +186,7 @@ class _StageRun:
         sent = self.forward(action.stage, action.micro_batch)
         if action.stage == self.program.total_stages - 1:
             total, weight = checked_loss(self.program.captured.rebuild(sent))
-            self.add(total.detach(), weight)
+            self.hooks.add(total.detach(), weight)
             # The backward pass begins at the loss, not at the function's other results.
             self.flights[action.stage, action.micro_batch].sent = [total]
 
@@ -188,8 +195,9 @@ class _StageRun:
         flight = self.flights.pop((action.stage, action.micro_batch))
         program = self.by_index[action.stage]
         if action.stage == self.program.total_stages - 1:
-            roots = flight.sent
-            gradients = [torch.full_like(flight.sent[0], self.scale)]
+            root = self.hooks.mean(flight.sent[0])
+            roots = [root]
+            gradients = [torch.ones_like(root)]
         else:
             roots = _where_flowing(flight.sent, program.last.sends_gradient)
             gradients = self._received(action)

@@ -24,7 +24,6 @@ from paceline.parallel.whole_update import CutParameter, WholeUpdate
 class FsdpAdapter(OwnCode):
     """The sharded model on this rank; its parameters wait for `fill`."""
 
-    is_plain = False
     finishes_later = True
     keeps_pace = True  # FSDP2's collectives want every rank there
 
