@@ -84,13 +84,6 @@ def test_what_a_graph_would_lose_is_refused(name: str):
     assert Straight.apply(torch.ones(1, requires_grad=True)).requires_grad
 
 
-def test_a_hook_of_a_parameter_is_refused():
-    model = nn.Linear(2, 2)
-    model.weight.register_hook(lambda gradient: gradient * 3)
-    with pytest.raises(WorkloadError, match="weight has a hook"):
-        skeleton(model)
-
-
 class Fourier(nn.Module):
     """Complex values cross the cuts."""
 

@@ -399,9 +399,9 @@ REFUSED = {
     "kept": Loop(
         hooked, lambda job, model, _: job.backward(model(INPUTS[0])[0].mean() + KEPT[-1], 1), ("a hook", "kept")
     ),
-    "backward hook": Loop(backward_hooked, None, ("takes the place", "up has a backward hook")),
+    "backward hook": Loop(backward_hooked, None, ("keep what the model", "up has a hook in the backward pass")),
     "compiled": Loop(lambda: torch.compile(plain(), backend="eager"), None, ("as they are", "Other is compiled")),
-    "hook on a gradient": Loop(gradient_hooked, None, ("can't be split", "up.weight has a hook")),
+    "hook on a gradient": Loop(gradient_hooked, None, ("keep what the model", "up.weight has a hook")),
     "shared": Loop(shared, None, ("parameters of their own", "0.weight belongs")),
     "sparse": Loop(lambda: nn.Embedding(9, 4, sparse=True), None, ("should be dense", "weight is sparse")),
 }

@@ -225,7 +225,7 @@ def check_states_unwritten(graph: fx.Graph, states: dict[str, fx.Node], trained:
             raise WorkloadError(
                 "the model's forward pass should not write to its parameters",
                 f"it writes into {name}",
-                "write into a buffer, or train it by replicate or shard",
+                "write replicate in the plan, which keeps the write",
             )
 
 

@@ -18,16 +18,8 @@ def skeleton(model: torch.nn.Module, dtype: torch.dtype | None = None) -> torch.
         dtype: of floating-point tensors, where it is to change.
 
     Raises:
-        WorkloadError: a parameter has a hook, which sees whole gradients and would be lost with the values.
+        WorkloadError: a module holds something that can't be copied.
     """
-    # Hooks are keyed to the tensor: the pieces that ranks train would not have them.
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise WorkloadError(
-                "the model's parameters can't be split",
-                f"{name} has a hook on its gradient, which would see only a part of it",
-                "put what the hook does into the loss or the optimizer, or train it by replicate",
-            )
 
     def empty(tensor: torch.Tensor) -> torch.Tensor:
         new_dtype = tensor.dtype

@@ -73,7 +73,7 @@ class WriteLog(TorchDispatchMode):
                 if value is not None:
                     self._note("aten.batch_norm", value)
         elif function._schema.is_mutable:
-            for value in _written_values(function._schema, args, named):
+            for value in written_values(function._schema, args, named):
                 self._note(str(function), value)
         return function(*args, **named)
 
@@ -115,7 +115,7 @@ def written_inputs(node: fx.Node) -> list[fx.Node]:
     """Return the inputs that this node's schema says it writes into; a norm's statistics are not among them."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return []
-    values = _written_values(node.target._schema, node.args, node.kwargs)
+    values = written_values(node.target._schema, node.args, node.kwargs)
     return [value for value in values if isinstance(value, fx.Node)]
 
 
@@ -200,7 +200,7 @@ def run_on_fakes(
     return log.writes, values
 
 
-def _written_values(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def written_values(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return the arguments that a schema marks as written; a list of tensors as its elements."""
     written: list[Any] = []
     for number, argument in enumerate(schema.arguments):

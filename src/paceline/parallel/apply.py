@@ -31,6 +31,8 @@ from paceline.nouns.plan import Plan
 from paceline.nouns.record import ExpertLoad
 from paceline.nouns.shard_spec import LocalShard
 from paceline.nouns.workload import Workload
+from paceline.parallel.effects import ALONE, OWNERS, REPLICAS, check_effects, placement_of
+from paceline.parallel.gradient_hooks import GradientHooks
 from paceline.parallel.loss_scale import LossScale
 from paceline.parallel.micro_batches import StepHooks
 from paceline.parallel.model_adapter import ModelAdapter
@@ -42,6 +44,7 @@ from paceline.parallel.replicate.strategy import Replicate
 from paceline.parallel.step_stats import StepStats, StepStatsReducer
 
 Score = Callable[[Any, Any], Any]
+_FOLLOWED_STEPS = 3  # the first ones, in which hooks that were registered after the job was made are found
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,12 @@ class Parallel:
         if workload.precision == "fp16":
             self.loss_scale = LossScale(workload.batch_size, device)
         self.buffers = Buffers(placed.model, comms.data)
+        self.placement = placement_of(plan, self.is_loop)
+        # Before the strategies' own hooks. One rank with one micro-batch has the whole gradient in its backward pass.
+        self.takes_hooks = self.placement in (ALONE, REPLICAS, OWNERS)
+        self.takes_hooks &= comms.data.size > 1 or workload.micro_batch_size is not None
+        self.gradient_hooks = GradientHooks(placed.updated() if self.takes_hooks else {})
+        self.followed_steps = 0
         # Each in the order of the model, which all ranks share.
         of_experts: dict[str, torch.nn.Parameter] = {}
         others: dict[str, torch.nn.Parameter] = {}
@@ -149,6 +158,7 @@ class Parallel:
     def check_data(data: Any) -> None:
         """Raise PlanError if the data set, or a stream, can't be trained on here."""
 
+    is_loop: ClassVar[bool] = False  # the user's loop calls the parts of a step
     has_gradients: ClassVar[bool] = True  # those of the whole batch come to the ranks
     takes_metrics: ClassVar[bool] = True  # a scheduler may step by what all ranks agree on
 
@@ -179,6 +189,7 @@ class Parallel:
         # Before the first forward pass: whatever it changes, or adds, is this step's.
         self.stats.clear()
         self.buffers.begin_step()
+        self.follow_hooks()
         # With several micro-batches the first backward pass comes before the last forward pass, and so before the
         # weight of the batch is known. Under fp16 the scale is the sum's.
         self.is_mean = longest <= 1 and self.loss_scale is None
@@ -214,9 +225,28 @@ class Parallel:
         for one in self.replicates:
             if one.comm.size == 1 and not self.is_mean and stats.weight:
                 scale_gradients(one.parameters.values(), scale)
+        self.gradient_hooks.note_backward(self.gradient_hooks.hooks)
+        self.gradient_hooks.call(self.placed.updated().values())
         # Ranks that run the same samples change the same buffers: each change was counted by all of them.
         self.buffers.reduce([ranks // self.mesh.places for ranks in stats.changed])
         return stats
+
+    def follow_hooks(self, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
+        """In the first steps, take or refuse hooks that were registered after the job was made.
+
+        Args:
+            optimizers: that may have some.
+
+        Raises:
+            WorkloadError: the plan can't keep one of them.
+            UsageError: a parameter had hooks before.
+        """
+        if self.followed_steps == _FOLLOWED_STEPS:
+            return
+        self.followed_steps += 1
+        check_effects(self.model, optimizers, self.placement, is_cut=True)
+        if self.takes_hooks:
+            self.gradient_hooks.take(self.placed.updated())
 
     def unscale_gradients(self) -> bool:
         """Divide gradients by the loss scale; return whether one is infinite or NaN on some rank. Collective."""

@@ -252,6 +252,7 @@ class PiecewiseParallel(Parallel):
     updates; with zero=2 and 3 it has parts of them.
     """
 
+    is_loop = True
     placed: EagerAdapter
     targets: list[_Target]
     said: _Message
@@ -571,8 +572,10 @@ class PiecewiseParallel(Parallel):
                 self.parts.forget()
             raise
         finally:
+            reached = list(self.reached)
             self.reached.clear()
             self._end_early(calls)
+        self.gradient_hooks.note_backward(reached)
         if self.parts is not None:
             self.parts.close_backward()
 
@@ -962,6 +965,7 @@ class PiecewiseParallel(Parallel):
                     sums.begin_step(lambda: None)
                     sums.reduce_gradients()
         target.is_summed = True
+        self.gradient_hooks.call(target.parameters.values())
         for known in target.known:
             known.is_unsummed = False
             gradient = known.parameter.grad

@@ -31,11 +31,13 @@ from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.workload import Workload
 from paceline.parallel.apply import Comms, Parallel, RankPlace
+from paceline.parallel.effects import SERVERS
 from paceline.parallel.micro_batches import StepHooks
 from paceline.parallel.model_adapter import ModelAdapter
 from paceline.parallel.norm import scale_gradients
 from paceline.parallel.observer import FORWARD
 from paceline.parallel.optimizer_list import check_servers_can_run
+from paceline.parallel.parameter_writes import ParameterWrites
 from paceline.parallel.replicate.bucket import local_gradient
 from paceline.parallel.step_stats import StepStats
 from paceline.server.handle import Handle
@@ -90,6 +92,7 @@ class ServerParallel(Parallel):
     def __init__(self, placed: ModelAdapter, workload: Workload, comms: Comms, plan: Plan, place: RankPlace) -> None:
         super().__init__(placed, workload, comms, plan, place)
         self.buffers.is_compared = True  # the axes have one rank, but the servers average
+        self.writes = ParameterWrites(SERVERS, not plan.is_compiled)
         self.handle: Handle | None = None
         self.base = 0  # the step of the checkpoint that the servers began with
         self.was_stopping = False
@@ -161,8 +164,14 @@ class ServerParallel(Parallel):
         self.was_stopping = is_stopping
         self.is_mean = self.plan.world_size == 1 and len(microbatches) == 1
         weight = self.stats.own_weight if self.is_mean else None
+        self.follow_hooks()
         hooks = StepHooks(self.stats.add, self.placed.before_backward, lambda: None, weight)
-        self.placed.forward_backward(self.workload.loss, microbatches, hooks, longest)
+        self.placed.forward_backward(self._watched_loss, microbatches, hooks, longest)
+
+    def _watched_loss(self, model: Any, batch: Any) -> Any:
+        with self.writes.watching():
+            self.writes.add(dict(model.named_parameters()))
+            return self.workload.loss(model, batch)
 
     def reduce_gradients(self) -> StepStats:
         """Push this worker's gradient, and pull the parameters of the next step.

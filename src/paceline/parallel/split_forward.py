@@ -543,13 +543,6 @@ def _check_runs_as_graph(prefix: str, model: torch.nn.Module) -> None:
             f"model {prefix}{type(model._orig_mod).__name__} is compiled by torch.compile",
             f"leave torch.compile out, or {_OTHER_PLANS}",
         )
-    for path, module in model.named_modules():
-        if path and (module._backward_hooks or module._backward_pre_hooks):
-            raise WorkloadError(
-                "under tensor a graph takes the place of the model's parts",
-                f"{prefix}{path} has a backward hook, which would not be called",
-                "hang a hook on what the model returns: output.register_hook(function)",
-            )
 
 
 def _check_apart(models: Mapping[str, torch.nn.Module]) -> None:

@@ -21,6 +21,7 @@ from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.workload import Workload
 from paceline.parallel.apply import Parallel, RankPlace, open_comms, strategy_of
+from paceline.parallel.effects import check_effects
 from paceline.parallel.loss_scale import check_fits_plan
 from paceline.parallel.model_adapter import ModelAdapter
 from paceline.train import prepare
@@ -123,6 +124,7 @@ class Assembly:
             self.parallel = self.strategy(placed, self.workload, self.comms, self.plan, self.place)
             self.optimizer = prepare.make_optimizer(self.workload, self.parallel.model, self.plan.optimizer_states)
         self.parallel.check_optimizer(self.optimizer)
+        check_effects(self.parallel.model, [self.optimizer], self.parallel.placement, is_cut=True)
         self.later_parameters = prepare.keep_own(self.optimizer, self.mesh, placed)
 
     def check_later_parameters(self) -> None:

@@ -19,7 +19,7 @@ import dataclasses
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from paceline.nouns.plan import Plan
 from paceline.nouns.record import StepRecord
 from paceline.nouns.sink import MakeSink
 from paceline.parallel.apply import Parallel
+from paceline.parallel.effects import GRAPHS, REPLICAS, SHARDS, check_effects
 from paceline.parallel.model_adapter import EagerAdapter, ModelAdapter
 from paceline.parallel.optimizer_parts import contains, groups_of, parts_of
 from paceline.parallel.pieces import BACKWARD, END, REDUCE, OwnLoss, Piece, PiecewiseParallel
@@ -254,9 +255,25 @@ class LoopJob(Job):
     def _check_plan_without_data(self) -> None:
         """Do nothing: a model is split by what the loop calls it with."""
 
+    def _check_effects(self, frozen: Mapping[str, torch.nn.Module]) -> None:
+        """Raise WorkloadError if the plan would lose what models or optimizers do beside their arithmetic."""
+        placement = self.parallel.placement
+        if placement not in (SHARDS, GRAPHS) and not frozen:
+            check_effects(self.objects.model, self.objects.optimizers, placement)
+            return
+        trained = self.objects.trained() if placement in (SHARDS, GRAPHS) else {}
+        for prefix, model in self.objects.prefixed().items():
+            where = REPLICAS
+            if prefix in frozen:
+                where = SHARDS
+            elif prefix in trained:
+                where = placement
+            check_effects(model, self.objects.optimizers, where)
+
     def _begin_run(self) -> None:
         optimizers = self.objects.optimizers
         frozen = self.objects.frozen() if self.shard_frozen else {}
+        self._check_effects(frozen)
         if self.mesh.size("tensor") > 1:
             cut = self.objects.cut_by_tensor()
             models = {prefix: model for prefix, model in cut.items() if prefix not in frozen}
@@ -317,8 +334,9 @@ class LoopJob(Job):
             # Of several, as in a GAN, the loop goes on to the next one's loss; without a loader, to its next batch.
             self._end_update()
 
-        optimizer.register_step_pre_hook(before)
-        optimizer.register_step_post_hook(after)
+        # Before the user's own hooks: these see gradients of the whole batch, and parameters that are updated.
+        _put_first(optimizer._optimizer_step_pre_hooks, optimizer.register_step_pre_hook(before).id)
+        _put_first(optimizer._optimizer_step_post_hooks, optimizer.register_step_post_hook(after).id)
 
     def _watch_others(self) -> None:
         """Refuse updates by an optimizer that the job has not: its gradients would be those of this rank alone."""
@@ -839,6 +857,7 @@ class LoopJob(Job):
                 self.return_to = None
         self._begin_step()
         self._follow_groups()
+        self.parallel.follow_hooks(self.objects.optimizers)
 
     def _follow_groups(self) -> None:
         """Take in parameters that an optimizer was given since, or has in place of others."""
@@ -1011,6 +1030,15 @@ class LoopLoader:
             "evaluate by job.evaluate(data, score), or over a DataLoader that paceline.prepare was not handed; for "
             "several passes in each round write `for _ in range(n)`",
         ).at(rank=self.job.rank)
+
+
+def _put_first(hooks: dict[int, Any], number: int) -> None:
+    """Have torch call one of these hooks before the others."""
+    others = {key: hook for key, hook in hooks.items() if key != number}
+    first = hooks[number]
+    hooks.clear()
+    hooks[number] = first
+    hooks.update(others)
 
 
 def _settings_of(group: dict[str, Any]) -> dict[str, Any]:

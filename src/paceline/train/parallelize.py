@@ -22,6 +22,7 @@ from paceline.nouns.plan import Plan
 from paceline.nouns.schedule import STAGES_PER_RANK
 from paceline.nouns.workload import Workload
 from paceline.parallel.apply import Comms
+from paceline.parallel.effects import check_effects, placement_of
 from paceline.parallel.float8 import use_float8
 from paceline.parallel.model_adapter import EagerAdapter, ModelAdapter
 from paceline.parallel.offload_activations import (
@@ -70,6 +71,7 @@ def parallelize_model(
         return _sharded(workload, comms, plan, device, (context, example, fake))  # type: ignore[no-any-return]
     if fake is None:
         model = prepare.make_model(workload, device, comms.data)
+        check_effects(model, (), placement_of(plan, is_loop=False))
         # A factory need not draw from the seed here: rank 0's values are sent to all.
         broadcast_state([*model.parameters(), *model.buffers()], comms.data)
     else:
@@ -96,10 +98,11 @@ def _split(workload: Workload, comms: Comms, plan: Plan, device: torch.device, r
     context, example, fake = run
     # Step 1: the model's form; its values are made in step 3, unless its factory can't be deferred.
     values, form = _values_and_form(workload, fake)
+    check_effects(form, (), placement_of(plan, is_loop=False))
     split = split_model(workload, form, comms.axes, plan, device)
     # Step 2: the layout and the stages, from one micro-batch.
     split.decide(workload.loss, example)
-    _check_writable(split, comms.axes["shard"].size)
+    _check_writable(split, mesh=Mesh.parse(plan.mesh))
     with contextlib.nullcontext() if fake is None else fake():
         split.allocate()
     if workload.micro_batch_size is None and comms.data.size > 1:
@@ -141,15 +144,16 @@ def split_model(
     return split
 
 
-def _check_writable(split: Any, shards: int) -> None:
-    """Raise WorkloadError where the forward pass writes into a parameter that `shard` keeps rows of."""
+def _check_writable(split: Any, mesh: Mesh) -> None:
+    """Raise WorkloadError where the forward pass writes to a frozen parameter that ranks have in part or apart."""
     parameters = dict(split.form.named_parameters())
     written = [name for name in split.written if name in parameters]
-    if written and shards > 1:
+    axes = mesh.used(("shard", "pipeline"))
+    if written and axes:
         raise WorkloadError(
-            "under shard, the model's forward pass should not write to its parameters",
+            f"under {axes[0]}, the model's forward pass should not write to its parameters",
             f"it writes into {written[0]}",
-            "make it a buffer, or leave shard out",
+            "write replicate in the plan, which keeps the write",
         )
 
 
@@ -159,6 +163,7 @@ def _sharded(workload: Workload, comms: Comms, plan: Plan, device: torch.device,
 
     context, example, fake = run
     values, form = _values_and_form(workload, fake)
+    check_effects(form, (), placement_of(plan, is_loop=False))
     model = skeleton(form, _dtype(workload)).train()
     shared = _statistics(workload, model, comms)
     notices, offloaded = change_blocks(model, plan, device, fake is None)

@@ -46,7 +46,9 @@ from paceline.comm.fully_shard import CollectiveOrder, Grouping, Groups, is_part
 from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.nouns.plan import Plan
 from paceline.nouns.shard_spec import Cut, ShardSpec
+from paceline.parallel.effects import SHARDS
 from paceline.parallel.observer import StepObserver
+from paceline.parallel.parameter_writes import ParameterWrites
 from paceline.parallel.peer_values import PeerValues
 from paceline.parallel.shard.blocks import find_blocks, first_sparse, kept_whole, owners
 from paceline.parallel.shard.grad_usage import GradUsage
@@ -100,6 +102,8 @@ class Shard:
         self.parameters = dict(model.named_parameters())  # anew: `fully_shard` puts DTensors in their places
         self.observer = StepObserver()
         self.peer_values = PeerValues()
+        # Compiled code is none that a dispatch mode could see.
+        self.writes = ParameterWrites(SHARDS, self.groups is not None and not plan.is_compiled)
 
     def attach(self, observer: StepObserver, peer_values: PeerValues) -> None:
         """Have `observer` told of gathered blocks, and the uses of parameters read by `peer_values`."""
@@ -283,8 +287,9 @@ class Shard:
     def _whole_call(self, groups: Groups, call: Callable[[], Any]) -> Any:
         if self.plan.zero < 3:  # they stay whole anyhow, so a loss may use any of them, anywhere
             groups.gather()
-        self._note_gathered("", self.model)
-        return call()
+        with self.writes.watching():
+            self._note_gathered("", self.model)
+            return call()
 
     def _block_is_whole(self, name: str, block: nn.Module, inputs: Any) -> None:
         self.called.add(name)
@@ -298,12 +303,16 @@ class Shard:
     def _note_uses(self, prefix: str, module: nn.Module) -> None:
         frozen = self.frozen.get(prefix)
         # FSDP2 keeps these tensors, so once is enough for each that is trained.
-        if frozen is not None and not any(parameter.requires_grad for parameter in frozen):
+        is_noted = frozen is not None and not any(parameter.requires_grad for parameter in frozen)
+        if is_noted and self.writes.mode is None:
             return
         unsplit = {}
         for name, parameter in module.named_parameters():
             if not is_part(parameter):
                 unsplit[f"{prefix}{name}"] = parameter
+        self.writes.add(unsplit)
+        if is_noted:
+            return
         self.grad_usage.watch(unsplit)
         self.frozen[prefix] = [parameter for parameter in unsplit.values() if not parameter.requires_grad]
 
