@@ -22,7 +22,7 @@ class PlanRequest:
     Args:
         ranks: of the job; None: as many as the plan covers.
         text: axes with sizes and options, or the path of a plan.json; "": replicate over the ranks.
-        checkpoint_every, keep, copy_to: in place of the plan's; None: as the plan has it.
+        checkpoint_every, keep, copy_to, check: in place of the plan's; None: as the plan has it.
     """
 
     ranks: int | None = None
@@ -30,6 +30,7 @@ class PlanRequest:
     checkpoint_every: int | None = None
     keep: int | None = None
     copy_to: str | None = None
+    check: str | None = None
 
     def with_ranks(self, ranks: int | None) -> PlanRequest:
         """Return the same request for so many ranks, unless it says a number itself."""
@@ -62,6 +63,8 @@ def choose_plan(request: PlanRequest, notice: Callable[[str], None], grows: bool
         changes["keep"] = request.keep
     if request.copy_to is not None:
         changes["copy_to"] = request.copy_to.rstrip("/")
+    if request.check is not None:
+        changes["check"] = request.check
     plan = dataclasses.replace(plan, **changes, mesh=str(mesh))
     if not grows:
         options = dict(item.strip().partition("=")[::2] for item in text.split(","))

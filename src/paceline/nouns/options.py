@@ -43,6 +43,7 @@ SCOPES = {
     "checkpointing": Scope(),
     "compile": Scope(),
     "float8": Scope(neutral=("off",)),
+    "check": Scope(neutral=("on",)),
     "server": Scope(),
     "mode": Scope(of_servers=True),
     "quorum": Scope(of_servers=True, neutral=(0,)),

@@ -30,7 +30,7 @@ SHORT_OPTIONS = {"ps": "server"}
 _KINDS = {"str": str, "int": int, "float": float}
 OPTIONS = (
     *("zero", "offload", "optimizer_states", "sequence", "context_by", "schedule", "micro_batches"),
-    *("checkpointing", "compile", "float8", "transport", "compression", "bucket_bytes"),
+    *("checkpointing", "compile", "float8", "transport", "compression", "bucket_bytes", "check"),
     *SERVER_OPTIONS,
 )
 
@@ -61,6 +61,7 @@ class Plan:
         checkpointing: of activations: "none"; computed again, "selective" or "full"; in the host's memory, "offload".
         compile: "on" compiles the model with torch.compile, "blocks" each of its repeated blocks by itself.
         float8: torchao's recipe by which linear layers multiply in float8: "rowwise" or "rowwise_with_gw_hp".
+        check: "on" compares the first step of a job, and the first after a resume, with that of one process.
         server: number of parameter servers, beside the workers on the mesh's `replicate` axis; 0: none.
         mode: when the servers make an update of gradients: "sync", "quorum", "deadline", "stale" or "async".
         quorum: under mode=quorum, how many workers' gradients make an update.
@@ -97,6 +98,7 @@ class Plan:
     checkpointing: str = "none"
     compile: str = "off"
     float8: str = "off"
+    check: str = "on"
     server: int = 0
     mode: str = "sync"
     quorum: int = 0
@@ -117,7 +119,7 @@ class Plan:
         self._check_choice("compile", COMPILE)
         self._check_choice("optimizer_states", OPTIMIZER_STATES)
         self._check_choice("mode", MODES)
-        for name in ("offload", "sequence"):
+        for name in ("offload", "sequence", "check"):
             self._check_choice(name, SWITCH)
         self._check_least("bucket_bytes", 1)
         self._check_least("checkpoint_every", 0)

@@ -2,8 +2,9 @@
 
 Hooks, storage that parameters share, a replaced `step`: a plan that holds the user's own tensors and runs the user's
 own code keeps them, one that cuts tensors or runs a graph of the code would lose them. `EFFECTS` has one row for each
-kind, with the placements that keep it; a new kind is a row there. It is asked before the first step. `tests/parallel/test_effects.py` trains each kind
-under each placement: to the numbers of one process, or to the refusal, and then under the plan that the refusal names.
+kind, with the placements that keep it; a new kind is a row there. It is asked before the first step.
+`tests/parallel/test_effects.py` trains each kind under each placement: to the numbers of one process, or to the
+refusal.
 
 Parameters that the forward pass writes to are found while it runs: see `parameter_writes.py`.
 """

@@ -53,8 +53,8 @@ class GradientHooks:
             self.names[parameter] = name
             # The very dicts: a handle removes its hook from them.
             self.hooks[parameter] = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
-            parameter._backward_hooks = None  # type: ignore[assignment]
-            parameter._post_accumulate_grad_hooks = None
+            parameter._backward_hooks = None
+            parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
 
     def note_backward(self, reached: Iterable[torch.nn.Parameter]) -> None:
         """Note the parameters that a backward pass has reached.

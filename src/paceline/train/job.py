@@ -44,6 +44,7 @@ from paceline.train.count_memory import count_memory
 from paceline.train.data import Batch, no_data, open_data
 from paceline.train.device_batches import moved
 from paceline.train.events import VERSION, open_events, peak_memory_bytes, restart_fact
+from paceline.train.first_step import FirstStep
 from paceline.train.generate_job import generate_with, whole_model
 from paceline.train.kept import SETTINGS, KeptObjects
 from paceline.train.last_checkpoint import first_failure
@@ -183,6 +184,7 @@ class Job:
     copier: CheckpointCopier | None = None  # of the run's checkpoints, on rank 0
     is_staging: bool = False  # a checkpoint is written to be sent elsewhere
     kept: KeptObjects
+    first_step: FirstStep
     best: Best | None = None  # of `save_best`
     closed_step: int | None
 
@@ -341,6 +343,7 @@ class Job:
             batch = Batch([tensors], range(self.position, self.position))  # the position in the data order stays
         if self.before_update is not None:
             self.before_update.step = self.step_number
+        self.first_step.begin(self, batch)
         try:
             stats, norm, is_skipped = train_step(
                 batch.microbatches,
@@ -351,6 +354,7 @@ class Job:
         except PacelineError as error:
             rank = self.rank if error.rank is None else error.rank
             raise error.at(rank=rank, step=self.step_number + 1) from error.__cause__
+        self.first_step.step_taken(self)
         self.steps.end_step(batch)
         self.last = StepRecord(
             self.step_number,
@@ -369,6 +373,7 @@ class Job:
         self.unchecked = self.step_number - self.loaded_step <= CHECKED
         self._tell(self.parallel.notices)
         self._write_step()
+        self.first_step.poll(self)
         if self.saves_late:
             self.late = stats.is_stopping
         else:
@@ -698,6 +703,8 @@ class Job:
         self.position = manifest["position"]
         self.loader.go_to(manifest)
         last_checkpoint.go_back(self, folder)
+        self.first_step.end()
+        self.first_step = FirstStep()
         self.steps.restore_own_state(folder, manifest)
         self.events.write(
             {"event": "resumed", "step": self.step_number, "position": self.position, "path": url or str(folder)}
@@ -969,6 +976,7 @@ class Job:
         if self.closed_step is not None:
             return  # by the file itself; the worker closes what is open at the file's end
         self._settle()
+        self.first_step.poll(self, waits=True)
         self.finish_save()
         if save and self.run_dir is not None:
             self.board.meet("job.close, or the end of the file", self.step_number)
@@ -1028,6 +1036,7 @@ class Job:
         self.loaded_folder = None
         self.left = None
         self.closed_step = None
+        self.first_step = FirstStep()
         self.kept = KeptObjects(self.world, self.notice)
         self.has_own_batches = False
         self.is_stopping = threading.Event()
@@ -1158,6 +1167,7 @@ class Job:
 
     def _begin_checkpoint(self, folder: Path, keep: int) -> None:
         prepare.check_generation(os.environ)
+        self.first_step.poll(self, waits=True)
         self.finish_save()
         if not self.steps.is_saving:
             return

@@ -1,0 +1,529 @@
+"""Compare a job's first step, and the first after a resume, with that of one process on the job's own batch.
+
+Rank 0 forks a process before the step. That takes the step by itself, on the whole batch, with the values and random
+numbers that the job has, while the ranks train on. What the ranks have made is handed to it after their step. It
+compares, and rank 0 says the result as soon as it is there: at the end of a later step, at the first checkpoint, or at
+the job's end. A difference ends the job before anything is saved.
+
+Traffic, in that step: where ranks have parts of the model, three sums of it over all ranks (values before and after,
+gradients); twice the states of the ranks' generators.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.checkpoint.manifest import MODEL, read_manifest
+from paceline.checkpoint.reshard import LocalTensor
+from paceline.comm import api
+from paceline.comm.collectives import AxisComm
+from paceline.comm.ledger import Ledger
+from paceline.comm.process_group import RankInfo
+from paceline.nouns.errors import WorkloadError
+from paceline.nouns.order import share
+from paceline.nouns.shard_spec import LocalShard, ShardSpec
+from paceline.parallel.effects import ALONE, OWNERS, REPLICAS, SERVERS
+from paceline.parallel.micro_batches import checked_loss
+from paceline.parallel.observer import StepObserver
+from paceline.parallel.optimizer_list import as_one
+from paceline.parallel.optimizer_parts import groups_of
+from paceline.parallel.replicate.bucket import local_gradient
+from paceline.train import snapshot
+from paceline.train.before_update import BeforeUpdate
+from paceline.train.data import Batch, RankLoader, collate_of
+from paceline.train.device_batches import moved
+from paceline.train.events import TAKES_OVER
+from paceline.train.forked_process import ForkedProcess, SharedTensors, wait_for
+from paceline.train.one_process import (
+    TOLERANCES,
+    UPDATE_TOLERANCE,
+    Found,
+    first_buffer_difference,
+    first_gradient_difference,
+    first_update_difference,
+    gradients_of,
+    is_rounding,
+    same_numbers,
+    set_gradients,
+)
+from paceline.train.precision import autocast
+from paceline.train.rank_draws import RankDraws
+from paceline.train.seed import kept_random_state, seed_everything, seed_sample
+from paceline.train.whole_state import put_together
+
+if TYPE_CHECKING:
+    from paceline.train.job import Job
+
+LEAST_S = 2.0  # that the process may compute
+_SHARE = 0.02  # of the job's predicted time, that it may
+_STUCK_S = 5.0  # without computing: it waits for something that it does not have
+_MOST_BYTES = 2**31  # of the model: more takes long to put together and to compute
+_COPIES = 8  # of the model: values, gradients, an optimizer's state and the memory that both processes see
+_GRADIENT, _VALUE, _STATE, _HAS_GRADIENT = "gradient/", "value/", "state/", "has gradient"
+_SERVER_TOLERANCE = 5e-2  # of an update that is made of this process's own gradients
+
+Forms = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+class FirstStep:
+    """The comparison of a job: due, under way, or done.
+
+    Attributes:
+        is_due: the next step is to be compared.
+        process: takes the step too; None where none does.
+    """
+
+    def __init__(self) -> None:
+        self.is_due = True
+        self.process: ForkedProcess | None = None
+        self.shared: SharedTensors | None = None
+        self.forms: Forms = {}
+        self.recorder: _Gradients | None = None
+        self.began_at = 0
+        self.began_s = 0.0
+
+    def begin(self, job: Job, batch: Batch) -> None:
+        """Before the step: fork the process that takes it too, if it is to be compared. Collective then."""
+        if not self.is_due:
+            return
+        self.is_due = False
+        if job.plan.check == "off" or job.size == 1:
+            return
+        reason = why_not(job, batch)
+        if reason:
+            job.notice(f"first step not checked: {reason}")
+            return
+        self.forms = _forms(job)
+        if not _agree(job, _has_memory(job, self.forms)):
+            job.notice(
+                f"first step not checked: there is no memory for a second copy of the model; {_verify(job)} checks a "
+                "smaller one"
+            )
+            return
+        values = _whole(job, self.forms, _model_parts(job))
+        states = _states(job)
+        if job.parallel.has_gradients:
+            self.recorder = _Gradients()
+            job.parallel.observers.observers.append(self.recorder)
+        self.began_at, self.began_s = job.step_number, job.clock.now_s()
+        if job.rank == 0:
+            self.shared = _shared(self.forms, states)
+            step = partial(_compare_workload, job, batch, values, states, self.shared)
+            self.process = ForkedProcess(step)
+
+    def step_taken(self, job: Job) -> None:
+        """After the step: hand what the ranks made to the process. Collective if it is compared."""
+        if not self.forms:
+            return
+        forms, self.forms = self.forms, {}
+        found: dict[str, torch.Tensor] = {}
+        gradients: dict[str, LocalTensor] = {}
+        if self.recorder is not None:
+            job.parallel.observers.observers.remove(self.recorder)
+            gradients = self.recorder.parts(job)
+            self.recorder = None
+        flags = torch.tensor([int(name in gradients) for name in forms])
+        if not _are_whole(job):
+            job.world.all_reduce(flags)
+        present = {name: form for (name, form), flag in zip(forms.items(), flags.tolist(), strict=True) if flag}
+        for name, value in _whole(job, present, gradients).items():
+            found[_GRADIENT + name] = value
+        for name, value in _whole(job, forms, _model_parts(job)).items():
+            found[_VALUE + name] = value
+        for number, state in enumerate(_states(job)):
+            found[f"{_STATE}{number}"] = state
+        if self.process is not None and self.shared is not None:
+            for name, value in found.items():
+                self.shared.tensors[name].copy_(value)
+            self.shared.tensors[_HAS_GRADIENT].copy_(flags)
+            self.process.go()
+
+    def poll(self, job: Job, waits: bool = False) -> None:
+        """Say the result if it is there.
+
+        Args:
+            job: of the comparison.
+            waits: until it is there, or takes longer than it may.
+
+        Raises:
+            WorkloadError: the step is not that of one process.
+        """
+        if self.process is None:
+            return
+        limit_s = self._limit_s(job)
+        answer = wait_for(self.process, limit_s, _STUCK_S) if waits else self.process.answer()
+        if answer is None:
+            if not waits and self.process.cpu_s() <= limit_s:
+                return
+            answer = {"reason": f"one process takes longer than {limit_s:.0f} s for it; {_verify(job)} checks it"}
+        self.end()
+        _tell(job, answer, self.began_at + 1)
+
+    def end(self) -> None:
+        """End the process."""
+        if self.process is not None:
+            self.process.end()
+        self.process = self.shared = None
+
+    def _limit_s(self, job: Job) -> float:
+        """Return the seconds that the process may compute."""
+        steps = job.step_number - self.began_at
+        if not steps or not job.total_steps:
+            return LEAST_S
+        step_s = (job.clock.now_s() - self.began_s) / steps
+        return max(LEAST_S, _SHARE * step_s * job.total_steps)
+
+
+class _Gradients(StepObserver):
+    """Keeps copies of this rank's gradients, before they are clipped."""
+
+    def __init__(self) -> None:
+        self.copies: dict[str, torch.Tensor] = {}
+
+    def gradients_reduced(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Copy them."""
+        for name, parameter in parameters.items():
+            gradient = local_gradient(parameter)
+            if gradient is not None:
+                dense = gradient.to_dense() if gradient.is_sparse else gradient
+                self.copies[name] = dense.detach().clone()
+
+    def parts(self, job: Job) -> dict[str, LocalTensor]:
+        """Return the copies as parts of whole gradients."""
+        held = job.parallel.held()
+        found = {}
+        for name, copy in self.copies.items():
+            everywhere = LocalShard(ShardSpec(tuple(copy.shape)), tuple(range(job.size)))
+            found[name] = LocalTensor(copy, held.get(name, everywhere))
+        return found
+
+
+def why_not(job: Job, batch: Batch) -> str:
+    """Return why a workload's step can't be compared; "" where it can. The same on every rank."""
+    plan = job.plan
+    for option, plain in (("compression", "none"), ("float8", "off"), ("optimizer_states", "full")):
+        if getattr(plan, option) != plain:
+            return f"{option}={getattr(plan, option)} rounds more than one process by design"
+    if os.environ.get(TAKES_OVER):
+        return "a worker that takes a lost one's place does not have what the servers' optimizer has"
+    if plan.server and plan.mode != "sync":
+        return f"under mode={plan.mode} the servers update by other gradients than one process"
+    if job.workload.precision == "fp16":
+        return "under fp16 the first steps may be left out"
+    if job.device.type != "cpu":
+        return f"the ranks compute on GPUs, and one process would need as much memory; {_verify(job)} checks it on CPUs"
+    if not sys.platform.startswith("linux"):
+        return f"it needs Linux; {_verify(job)} checks it"
+    if not len(batch.positions):
+        return "the loop makes its own batches, of which each rank has only its part"
+    if type(job.loader) is not RankLoader:
+        return "the data is a stream, which one process can't read a second time"
+    return ""
+
+
+def _verify(job: Job) -> str:
+    file = getattr(sys.modules.get("__main__"), "__file__", None) or "FILE"
+    return f"`paceline verify --plan {job.plan.line()} {Path(file).name}`"
+
+
+def _are_whole(job: Job) -> bool:
+    """Return whether rank 0 has all of the model."""
+    return job.parallel.placement in (ALONE, REPLICAS, OWNERS, SERVERS)
+
+
+def _forms(job: Job) -> Forms:
+    """Return shape and dtype of parameters and persistent buffers, whole, by the first name of each."""
+    placed: Any = job.parallel.placed
+    model: torch.nn.Module = placed.split.form if placed.is_captured else job.model
+    forms: Forms = {}
+    ids: set[int] = set()
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor) and id(value) not in ids:
+            ids.add(id(value))
+            forms[name] = tuple(value.shape), value.dtype
+    return forms
+
+
+def _has_memory(job: Job, forms: Forms) -> bool:
+    import psutil
+
+    nbytes = sum(int(torch.Size(shape).numel()) * dtype.itemsize for shape, dtype in forms.values())
+    return nbytes <= _MOST_BYTES and _COPIES * nbytes <= psutil.virtual_memory().available
+
+
+def _agree(job: Job, is_possible: bool) -> bool:
+    """Return what rank 0 thinks of it. Collective, but for workers of servers."""
+    flag = torch.tensor([int(is_possible)])
+    if job.parallel.placement != SERVERS:
+        job.world.broadcast(flag)
+    return bool(flag)
+
+
+def _model_parts(job: Job) -> dict[str, LocalTensor]:
+    parts = snapshot.model_parts(job.model, job.parallel.held(), job.size)
+    return {name.removeprefix(MODEL): part for name, part in parts.items()}
+
+
+def _whole(job: Job, forms: Forms, parts: Mapping[str, LocalTensor]) -> dict[str, torch.Tensor]:
+    """Return copies of whole tensors on rank 0. Collective where ranks have parts."""
+    found = {}
+    for name, (shape, dtype) in forms.items():
+        part = parts.get(name)
+        if _are_whole(job):
+            if job.rank == 0 and part is not None:
+                found[name] = part.tensor.clone()
+            continue
+        whole = torch.empty(shape, dtype=dtype)
+        put_together(whole, part, job.world)
+        if job.rank == 0:
+            found[name] = whole
+    return found
+
+
+def _states(job: Job) -> list[torch.Tensor]:
+    """Return the states of torch's generators, of one rank for each part of the batch. Collective."""
+    own = torch.get_rng_state()
+    if job.parallel.placement == SERVERS:  # there is nothing between workers
+        return [own] * job.mesh.data_size
+    by_part: dict[int, torch.Tensor] = {}
+    for rank, state in zip(job.world.peers, job.world.all_gather(own), strict=True):
+        by_part.setdefault(job.mesh.data_part(rank), state)
+    return [by_part[part] for part in sorted(by_part)]
+
+
+def _shared(forms: Forms, states: list[torch.Tensor]) -> SharedTensors:
+    tensors = []
+    for prefix in (_GRADIENT, _VALUE):
+        tensors += [(prefix + name, shape, dtype) for name, (shape, dtype) in forms.items()]
+    for number, state in enumerate(states):
+        tensors.append((f"{_STATE}{number}", tuple(state.shape), state.dtype))
+    tensors.append((_HAS_GRADIENT, (len(forms),), torch.int64))
+    return SharedTensors(tensors)
+
+
+def be_alone() -> None:
+    """Make the world of this process, which is forked from a rank, one of one rank."""
+    info = RankInfo()
+    api._world[:] = [api.World(info, AxisComm("world", 0, (0,), None, Ledger()))]
+
+
+def _compare_workload(
+    job: Job,
+    batch: Batch,
+    values: Mapping[str, torch.Tensor],
+    states: list[torch.Tensor],
+    shared: SharedTensors,
+    wait: Callable[[], None],
+) -> dict[str, Any]:
+    """Take the step of a workload in this process, and compare; return what was found, as JSON."""
+    be_alone()
+    try:
+        step = _WorkloadStep(job, batch, values, states)
+        step.take()
+    except Exception as error:
+        return {"reason": f"one process can't take it ({type(error).__name__}: {str(error).splitlines()[0]:.200})"}
+    wait()
+    return step.compare(shared, list(values))
+
+
+class _WorkloadStep:
+    """The first step of a workload in one process."""
+
+    def __init__(self, job: Job, batch: Batch, values: Mapping[str, torch.Tensor], states: list[torch.Tensor]) -> None:
+        self.job = job
+        self.workload = job.workload
+        self.values = values
+        self.parts = [share(batch.positions, part, job.mesh.data_size) for part in range(job.mesh.data_size)]
+        self.first_states = states
+        self.draws = RankDraws(states, [len(part) for part in self.parts])
+        self.batches = self._load(batch)
+        self.model = self._model(is_wide=False)
+        self.parameters = dict(self.model.named_parameters())
+        self.others_draw = False
+
+    def _model(self, is_wide: bool) -> torch.nn.Module:
+        """Make the model with the job's values."""
+        seed_everything(self.workload.seed)
+        model = self.workload.model()
+        if is_wide or self.workload.precision == "float64":
+            model.double()
+        model.train()
+        tensors = model.state_dict(keep_vars=True)
+        with torch.no_grad():
+            for name, value in self.values.items():
+                tensors[name].detach().copy_(value)
+        return model  # type: ignore[no-any-return]
+
+    def _load(self, batch: Batch) -> list[Any]:
+        """Load the whole batch; where the workload cuts it, the micro-batches that the ranks have."""
+        loader: Any = self.job.loader
+        order = loader.order(self.workload.batch_size)
+        pieces = [batch.positions]
+        if self.workload.micro_batch_size is not None:
+            pieces = [piece for part in range(len(self.parts)) for piece in loader.pieces(batch.positions, part)]
+        loaded = []
+        collate = collate_of(self.workload)
+        with kept_random_state():
+            for piece in pieces:
+                samples = []
+                for position in piece:
+                    seed_sample(order.seed, position)
+                    samples.append(loader.data[order.index(position)])
+                loaded.append(collate(samples))
+        to_float64 = self.workload.precision == "float64"
+        return [moved(each, self.job.device, to_float64) for each in loaded]
+
+    def take(self) -> None:
+        """Compute the gradients."""
+        before = _other_generators()
+        self.gradients = gradients_of(self.parameters, partial(self._backward, self.model, self.batches, self.draws))
+        self.others_draw = before != _other_generators()
+
+    def _backward(self, model: torch.nn.Module, batches: list[Any], draws: Any) -> None:
+        losses = []
+        weight = 0.0
+        with draws, autocast(self.workload.precision, "cpu"):
+            for batch in batches:
+                total, own = checked_loss(self.workload.loss(model, batch))
+                losses.append(total)
+                weight += float(own)
+            for total in losses:
+                (total / weight).backward()  # type: ignore[no-untyped-call]
+
+    def compare(self, shared: SharedTensors, names: list[str]) -> dict[str, Any]:
+        """Return the first difference from what the ranks made; or why there can be no comparison."""
+        if self.others_draw:
+            return {"reason": "the model draws by numpy or Python, on each rank other numbers"}
+        states = [shared.tensors[f"{_STATE}{number}"] for number in range(len(self.draws.states))]
+        if self.draws.has_drawn and not self.job.parallel.has_gradients:
+            return {"reason": "the model draws random numbers, and workers of servers know their own only"}
+        if self.draws.has_drawn and self.job.mesh.size("pipeline") > 1:
+            return {
+                "reason": f"under pipeline each stage draws from a generator of its own; {_verify(self.job)} checks it"
+            }
+        if not same_numbers(self.draws.states, states):
+            return {"reason": "the model draws random numbers that do not belong to samples, on each rank others"}
+        found = self._difference(shared, names)
+        if found is None:
+            return {}
+        if self.draws.has_drawn and not self.draws.is_certain:
+            return {"reason": "it is not certain which random numbers belong to which samples"}
+        return {"kind": found.kind, "name": found.name, "distance": found.distance}
+
+    def _difference(self, shared: SharedTensors, names: list[str]) -> Found | None:
+        tolerance = TOLERANCES[self._precision()]
+        values = {name: shared.tensors[_VALUE + name] for name in names}
+        update_tolerance, floor = UPDATE_TOLERANCE, 0.0
+        if self.job.parallel.has_gradients:
+            flags = shared.tensors[_HAS_GRADIENT].tolist()
+            ranks = {}
+            for name, flag in zip(names, flags, strict=True):
+                if flag:
+                    ranks[name] = shared.tensors[_GRADIENT + name]
+            found = first_gradient_difference(self.gradients, ranks, tolerance)
+            if found is not None and not self._is_rounding(found):
+                return found
+            set_gradients(self.parameters, ranks)
+        else:
+            update_tolerance, floor = max(tolerance, _SERVER_TOLERANCE), 1e-2
+        self._update()
+        here = {name: parameter.detach() for name, parameter in self.parameters.items() if name in values}
+        found = first_update_difference((self.values, here, values), update_tolerance, floor)
+        if found is not None:
+            return found
+        buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in values}
+        return first_buffer_difference(buffers, values, tolerance)
+
+    def _precision(self) -> str:
+        if self.workload.precision != "float32":
+            return self.workload.precision
+        dtypes = {parameter.dtype for parameter in self.parameters.values()}
+        if dtypes & {torch.bfloat16, torch.float16}:
+            return "bf16"
+        return "float64" if dtypes <= {torch.float64, torch.complex128} else "float32"
+
+    def _is_rounding(self, found: Found) -> bool:
+        """Return whether rounding makes as large differences in this model; it is taken again in float64."""
+        if self._precision() == "float64":
+            return False
+        try:
+            model = self._model(is_wide=True)
+            batches = [moved(batch, self.job.device, True) for batch in self.batches]
+            parameters = dict(model.named_parameters())
+            again = RankDraws(self.first_states, self.draws.samples)
+            wide = gradients_of(parameters, partial(self._backward, model, batches, again))
+        except Exception:  # an operation without float64
+            return found.distance <= 10 * TOLERANCES[self._precision()]
+        return is_rounding(found, self.gradients, wide)
+
+    def _update(self) -> None:
+        """Run the optimizer on this process's parameters, whose gradients are set."""
+        optimizer = as_one(self.workload.optimizer(self.model))
+        folder = self.job.loaded_folder
+        if folder is not None:
+            manifest = read_manifest(folder)
+            alone = AxisComm("world", 0, (0,), None, Ledger())
+            tensors = snapshot.read_state(folder, manifest, self.model, {}, alone)
+            snapshot.restore_optimizer(self.model, optimizer, tensors, manifest["optimizer"], {})
+        for own, ranks in zip(groups_of(optimizer), groups_of(self.job.optimizer), strict=True):
+            own.update({key: value for key, value in ranks.items() if key != "params"})
+        if self.workload.before_update is not None:
+            change = BeforeUpdate(self.workload.before_update, self.workload.seed, self.job.device)
+            change.step = self.job.step_number
+            change(self.parameters)
+        if self.workload.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.workload.clip_norm)
+        optimizer.step()
+
+
+def _other_generators() -> tuple[Any, ...]:
+    """Return the states of Python's and numpy's random generators."""
+    numpy: Any = sys.modules.get("numpy")
+    _, keys, place, *_ = numpy.random.get_state() if numpy else (None, b"", 0)
+    return random.getstate(), bytes(keys), place
+
+
+def _tell(job: Job, answer: Mapping[str, Any], step: int) -> None:
+    """Say what was found.
+
+    Raises:
+        WorkloadError: a difference.
+    """
+    if "reason" in answer:
+        job.notice(f"first step not checked: {answer['reason']}")
+        return
+    if not answer:
+        job.notice("first step checked: equal to one process")
+        return
+    if answer["kind"] == "buffer":
+        job.notice(
+            f"first step checked: equal to one process but for the buffer {answer['name']}, which the ranks make equal "
+            f"by their own values ({answer['distance']:.1e} off)"
+        )
+        return
+    raise _difference_error(job, answer).at(rank=job.rank, step=step)
+
+
+_CAUSES = {
+    "gradient": "the loss or the model treats a part of a batch otherwise than the whole, or a rank has other samples "
+    "or values",
+    "update": "the optimizer, or a hook on it, looks at more than this rank's part of the parameters",
+}
+
+
+def _difference_error(job: Job, answer: Mapping[str, Any]) -> WorkloadError:
+    what = "the gradient of" if answer["kind"] == "gradient" else "the update of"
+    return WorkloadError(
+        f"the ranks' first step should be that of one process ({job.plan.line()})",
+        f"{what} {answer['name']} differs by {answer['distance']:.1e} of its norm; likely cause: "
+        f"{_CAUSES[answer['kind']]}; nothing was saved",
+        f"see {_verify(job)} for the first module that differs, or train by replicate; --no-check trains on",
+    )
