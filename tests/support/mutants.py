@@ -176,7 +176,7 @@ def clipping_by_the_local_norm():
 def wrong_share_of_the_mean():
     from paceline.parallel.step_stats import StepStatsReducer
 
-    wrap(StepStatsReducer, "finish", lambda plain, self: plain(self) / self.comm.size)
+    wrap(StepStatsReducer, "weight", lambda plain, self: plain(self) * self.comm.size)
 
 
 @mutant("replicate=2", module=("", "norm", "head", "words"), collective="on replicate")
@@ -282,7 +282,7 @@ def last_gradient_of_a_bucket_not_summed():
         kept = self.reducer.inboxes[self.reducer.turn][-3:].clone()
         plain(self, scale)
         if self.parameters[-1].grad is not None:
-            self.parameters[-1].grad.view(-1)[-3:] = kept * scale if own is None else own.view(-1)[-3:]
+            self.parameters[-1].grad.view(-1)[-3:] = kept if own is None else own.view(-1)[-3:]
 
     wrap(Bucket, "receive", receive)
 
@@ -414,7 +414,7 @@ def shards_not_summed_over_replicas():
         for parameter in self.parameters:
             gradient = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
             if gradient is not None:
-                gradient.copy_((kept[at : at + gradient.numel()] * scale).view_as(gradient))
+                gradient.copy_(kept[at : at + gradient.numel()].view_as(gradient))
                 at += gradient.numel()
 
     wrap(Bucket, "receive", receive)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.checkpoint.manifest import MODEL, read_manifest
 from paceline.checkpoint.reshard import LocalTensor
@@ -30,7 +31,7 @@ from paceline.comm.process_group import RankInfo
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.order import share
 from paceline.nouns.shard_spec import LocalShard, ShardSpec
-from paceline.parallel.effects import ALONE, OWNERS, REPLICAS, SERVERS
+from paceline.parallel.effects import ALONE, OWNERS, REPLICAS, SERVERS, SHARDS
 from paceline.parallel.micro_batches import checked_loss
 from paceline.parallel.observer import StepObserver
 from paceline.parallel.optimizer_list import as_one
@@ -38,6 +39,7 @@ from paceline.parallel.optimizer_parts import groups_of
 from paceline.parallel.replicate.bucket import local_gradient
 from paceline.train import snapshot
 from paceline.train.before_update import BeforeUpdate
+from paceline.train.bystanders import ModuleState
 from paceline.train.data import Batch, RankLoader, collate_of
 from paceline.train.device_batches import moved
 from paceline.train.events import TAKES_OVER
@@ -55,7 +57,7 @@ from paceline.train.one_process import (
     set_gradients,
 )
 from paceline.train.precision import autocast
-from paceline.train.rank_draws import RankDraws
+from paceline.train.rank_draws import RankDraws, dims_of_samples
 from paceline.train.seed import kept_random_state, seed_everything, seed_sample
 from paceline.train.whole_state import put_together
 
@@ -343,11 +345,11 @@ class _WorkloadStep:
         self.values = values
         self.parts = [share(batch.positions, part, job.mesh.data_size) for part in range(job.mesh.data_size)]
         self.first_states = states
-        self.draws = RankDraws(states, [len(part) for part in self.parts])
         self.batches = self._load(batch)
         self.model = self._model(is_wide=False)
         self.parameters = dict(self.model.named_parameters())
         self.others_draw = False
+        self.dims: list[int | None] | None = None
 
     def _model(self, is_wide: bool) -> torch.nn.Module:
         """Make the model with the job's values."""
@@ -362,40 +364,65 @@ class _WorkloadStep:
                 tensors[name].detach().copy_(value)
         return model  # type: ignore[no-any-return]
 
-    def _load(self, batch: Batch) -> list[Any]:
-        """Load the whole batch; where the workload cuts it, the micro-batches that the ranks have."""
+    def _load(self, batch: Batch) -> list[tuple[Any, list[int]]]:
+        """Load the whole batch, with the samples in it of each rank; as the micro-batches that the workload cuts."""
+        if self.workload.micro_batch_size is None:
+            return [(self._collated(batch.positions), [len(part) for part in self.parts])]
+        loader: Any = self.job.loader
+        loaded = []
+        for part in range(len(self.parts)):
+            for piece in loader.pieces(batch.positions, part):
+                samples = [len(piece) if each == part else 0 for each in range(len(self.parts))]
+                loaded.append((self._collated(piece), samples))
+        return loaded
+
+    def _collated(self, positions: range) -> Any:
         loader: Any = self.job.loader
         order = loader.order(self.workload.batch_size)
-        pieces = [batch.positions]
-        if self.workload.micro_batch_size is not None:
-            pieces = [piece for part in range(len(self.parts)) for piece in loader.pieces(batch.positions, part)]
-        loaded = []
-        collate = collate_of(self.workload)
         with kept_random_state():
-            for piece in pieces:
-                samples = []
-                for position in piece:
-                    seed_sample(order.seed, position)
-                    samples.append(loader.data[order.index(position)])
-                loaded.append(collate(samples))
-        to_float64 = self.workload.precision == "float64"
-        return [moved(each, self.job.device, to_float64) for each in loaded]
+            samples = []
+            for position in positions:
+                seed_sample(order.seed, position)
+                samples.append(loader.data[order.index(position)])
+            collated = collate_of(self.workload)(samples)
+        return moved(collated, self.job.device, self.workload.precision == "float64")
 
     def take(self) -> None:
         """Compute the gradients."""
         before = _other_generators()
+        state = ModuleState(self.model)
+        self.draws = RankDraws(self.first_states)
         self.gradients = gradients_of(self.parameters, partial(self._backward, self.model, self.batches, self.draws))
+        if self.draws.has_drawn and not self.draws.is_certain:
+            state.put_back()
+            self._find_dims()
+            state.put_back()
+            self.draws = RankDraws(self.first_states, self.dims)
+            run = partial(self._backward, self.model, self.batches, self.draws)
+            self.gradients = gradients_of(self.parameters, run)
         self.others_draw = before != _other_generators()
 
-    def _backward(self, model: torch.nn.Module, batches: list[Any], draws: Any) -> None:
+    def _find_dims(self) -> None:
+        """Find out which dimension of each draw the samples have, from a forward pass with the first rank's."""
+        part = next(part for part in self.parts if part)
+        draws = RankDraws(self.first_states[:1])
+        draws.samples = [len(part)]
+        with draws, torch.no_grad(), autocast(self.workload.precision, "cpu"):
+            self.workload.loss(self.model, self._collated(part))
+        self.dims = dims_of_samples(self.draws.shapes, draws.shapes)
+
+    def _backward(self, model: torch.nn.Module, batches: list[tuple[Any, list[int]]], draws: RankDraws) -> None:
         losses = []
         weight = 0.0
-        with draws, autocast(self.workload.precision, "cpu"):
-            for batch in batches:
-                total, own = checked_loss(self.workload.loss(model, batch))
-                losses.append(total)
+        with draws:
+            for batch, samples in batches:
+                draws.samples = samples
+                with autocast(self.workload.precision, "cpu"):
+                    total, own = checked_loss(self.workload.loss(model, batch))
+                losses.append((total, samples))
                 weight += float(own)
-            for total in losses:
+            for total, samples in losses:
+                draws.samples = samples
                 (total / weight).backward()  # type: ignore[no-untyped-call]
 
     def compare(self, shared: SharedTensors, names: list[str]) -> dict[str, Any]:
@@ -410,6 +437,8 @@ class _WorkloadStep:
                 "reason": f"under pipeline each stage draws from a generator of its own; {_verify(self.job)} checks it"
             }
         if not same_numbers(self.draws.states, states):
+            if self._are_draws_known():
+                return {"kind": "draws", "name": "the ranks", "distance": 1.0}
             return {"reason": "the model draws random numbers that do not belong to samples, on each rank others"}
         found = self._difference(shared, names)
         if found is None:
@@ -417,6 +446,12 @@ class _WorkloadStep:
         if self.draws.has_drawn and not self.draws.is_certain:
             return {"reason": "it is not certain which random numbers belong to which samples"}
         return {"kind": found.kind, "name": found.name, "distance": found.distance}
+
+    def _are_draws_known(self) -> bool:
+        """Return whether the ranks must have drawn as this process did: each for its samples, by the model's code."""
+        if self.job.parallel.placement not in (REPLICAS, SHARDS) or self.job.plan.is_compiled:
+            return False
+        return self.draws.has_drawn and self.draws.is_certain and all(self.parts)
 
     def _difference(self, shared: SharedTensors, names: list[str]) -> Found | None:
         tolerance = TOLERANCES[self._precision()]
@@ -439,8 +474,21 @@ class _WorkloadStep:
         found = first_update_difference((self.values, here, values), update_tolerance, floor)
         if found is not None:
             return found
-        buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in values}
-        return first_buffer_difference(buffers, values, tolerance)
+        statistics, others = self._buffers(values)
+        found = first_buffer_difference(statistics, values, tolerance)
+        if found is not None:
+            return Found("statistics", found.name, found.distance)
+        return first_buffer_difference(others, values, tolerance)
+
+    def _buffers(self, values: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Return the buffers of batch norms, which are those of the whole batch, and the others."""
+        norms = {name for name, module in self.model.named_modules() if isinstance(module, _NormBase)}
+        statistics: dict[str, torch.Tensor] = {}
+        others: dict[str, torch.Tensor] = {}
+        for name, buffer in self.model.named_buffers():
+            if name in values:
+                (statistics if name.rpartition(".")[0] in norms else others)[name] = buffer
+        return statistics, others
 
     def _precision(self) -> str:
         if self.workload.precision != "float32":
@@ -456,9 +504,9 @@ class _WorkloadStep:
             return False
         try:
             model = self._model(is_wide=True)
-            batches = [moved(batch, self.job.device, True) for batch in self.batches]
+            batches = [(moved(batch, self.job.device, True), samples) for batch, samples in self.batches]
             parameters = dict(model.named_parameters())
-            again = RankDraws(self.first_states, self.draws.samples)
+            again = RankDraws(self.first_states, self.dims)
             wide = gradients_of(parameters, partial(self._backward, model, batches, again))
         except Exception:  # an operation without float64
             return found.distance <= 10 * TOLERANCES[self._precision()]
@@ -516,14 +564,17 @@ _CAUSES = {
     "gradient": "the loss or the model treats a part of a batch otherwise than the whole, or a rank has other samples "
     "or values",
     "update": "the optimizer, or a hook on it, looks at more than this rank's part of the parameters",
+    "statistics": "a batch norm takes the statistics of a part of the batch",
+    "draws": "a rank drew for other samples than its own",
 }
+_WHAT = {"gradient": "the gradient of", "update": "the update of", "statistics": "the batch norm's statistic"}
+_WHAT["draws"] = "what was drawn at random by"
 
 
 def _difference_error(job: Job, answer: Mapping[str, Any]) -> WorkloadError:
-    what = "the gradient of" if answer["kind"] == "gradient" else "the update of"
     return WorkloadError(
         f"the ranks' first step should be that of one process ({job.plan.line()})",
-        f"{what} {answer['name']} differs by {answer['distance']:.1e} of its norm; likely cause: "
+        f"{_WHAT[answer['kind']]} {answer['name']} differs by {answer['distance']:.1e} of its norm; likely cause: "
         f"{_CAUSES[answer['kind']]}; nothing was saved",
         f"see {_verify(job)} for the first module that differs, or train by replicate; --no-check trains on",
     )

@@ -3,6 +3,9 @@
 Every rank draws from a generator of its own. One process that computes the whole batch draws each tensor in as many
 parts as there are ranks, from a copy of each rank's generator, and puts them together along the dimension of the
 samples. Whether that is what the ranks did is known afterwards: then the copies are where the ranks' generators are.
+
+Activation checkpointing runs a part of the model again with the random state that it had. So torch's own generator
+counts the draws: its seed says which one comes next, and one that came before is drawn again from the same states.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _UNTAGGED = ("_sample_dirichlet", "binomial")  # they draw, and torch does not say so
-_RESULT_LIKE_SIZE = ("rand", "randn", "randint")
+_BY_SIZE = ("rand", "randn", "randint")  # of a size in place of a tensor
+_SEED = 0x5EED_0000_0000  # of the first draw
 
 
 class RankDraws(TorchDispatchMode):
@@ -22,19 +26,29 @@ class RankDraws(TorchDispatchMode):
 
     Args:
         states: of the ranks' generators, in the order in which the batch has their samples.
-        samples: of each rank.
 
     Attributes:
-        has_drawn: something was drawn.
+        states: as they are after the draws so far.
+        samples: of each rank in the batch that is being computed.
+        shapes: of what was drawn.
+        dims: of the samples in each draw, where that is known; None: the first dimension that it can be.
         is_certain: each draw can belong to the samples in one way only.
     """
 
-    def __init__(self, states: Sequence[torch.Tensor], samples: Sequence[int]) -> None:
+    def __init__(self, states: Sequence[torch.Tensor], dims: Sequence[int | None] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.states = list(states)
-        self.samples = samples
-        self.has_drawn = False
+        self.samples: Sequence[int] = [0] * len(states)
+        self.shapes: list[tuple[int, ...]] = []
+        self.dims = dims
         self.is_certain = True
+        self.before: list[list[torch.Tensor]] = []  # by draw, the states that it began with
+        torch.default_generator.manual_seed(_SEED)
+
+    @property
+    def has_drawn(self) -> bool:
+        """Return whether something was drawn."""
+        return bool(self.shapes)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation; one that draws once for each rank."""
@@ -45,54 +59,89 @@ class RankDraws(TorchDispatchMode):
             return function(*args, **kwargs)
         if kwargs.get("dropout_p", 1.0) == 0.0 or kwargs.get("generator") is not None:
             return function(*args, **kwargs)
-        return self._draw(function, name, args, kwargs)
-
-    def _draw(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.has_drawn = True
-        is_by_size = name in _RESULT_LIKE_SIZE
-        place = _place_of_size(function) if is_by_size else 0
-        shape = tuple(args[place]) if is_by_size else tuple(args[0].shape) if _is_tensor(args) else ()
-        dims = [dim for dim, size in enumerate(shape) if size and size % sum(self.samples) == 0]
-        if not dims:
+        number = torch.initial_seed() - _SEED
+        if not 0 <= number <= len(self.before):  # the model seeds torch itself
             self.is_certain = False
             return function(*args, **kwargs)
-        self.is_certain &= len(dims) == 1 or len(set(self.samples)) > 1
-        dim = dims[0]
+        now = self.states
+        if number == len(self.before):
+            self.before.append(list(now))
+        else:
+            self.states = list(self.before[number])
+        try:
+            return self._draw(number, function, name, args, kwargs)
+        finally:
+            if number + 1 < len(self.before):
+                self.states = now
+            torch.default_generator.manual_seed(_SEED + number + 1)
+
+    def _draw(self, number: int, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        place = _place_of_size(function) if name in _BY_SIZE else None
+        if place is not None:
+            shape = tuple(args[place])
+        else:
+            shape = tuple(args[0].shape) if args and isinstance(args[0], torch.Tensor) else ()
+        if number == len(self.shapes):
+            self.shapes.append(shape)
+        of_one = [rank for rank, count in enumerate(self.samples) if count]
+        if len(of_one) == 1:
+            return self._of_rank(of_one[0], function, args, kwargs)
+        dim = self._dim(number, shape)
+        if dim is None:
+            self.is_certain = False
+            return function(*args, **kwargs)
         sizes = [shape[dim] // sum(self.samples) * count for count in self.samples]
         parts = []
-        for rank, (start, size) in enumerate(zip(_starts(sizes), sizes, strict=True)):
-            if is_by_size:
-                part_shape = [*shape[:dim], size, *shape[dim + 1 :]]
-                own = (*args[:place], part_shape, *args[place + 1 :])
+        start = 0
+        for rank, size in enumerate(sizes):
+            if place is not None:
+                own = (*args[:place], [*shape[:dim], size, *shape[dim + 1 :]], *args[place + 1 :])
             else:
                 own = tuple(_part(value, shape, dim, start, size) for value in args)
             if size:
                 parts.append(self._of_rank(rank, function, own, kwargs))
+            start += size
         return _together(parts, dim, args[0] if function._schema.is_mutable else None)
 
+    def _dim(self, number: int, shape: tuple[int, ...]) -> int | None:
+        if self.dims is not None:
+            return self.dims[number] if number < len(self.dims) else None
+        possible = [dim for dim, size in enumerate(shape) if size and size % sum(self.samples) == 0]
+        self.is_certain &= len(possible) == 1
+        return possible[0] if possible else None
+
     def _of_rank(self, rank: int, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        before = torch.get_rng_state()
         torch.set_rng_state(self.states[rank])
-        try:
-            return function(*args, **kwargs)
-        finally:
-            self.states[rank] = torch.get_rng_state()
-            torch.set_rng_state(before)
+        result = function(*args, **kwargs)
+        self.states[rank] = torch.get_rng_state()
+        return result
 
 
-def _is_tensor(args: Sequence[Any]) -> bool:
-    return bool(args) and isinstance(args[0], torch.Tensor)
+def dims_of_samples(
+    whole: Sequence[tuple[int, ...]], part: Sequence[tuple[int, ...]]
+) -> list[int | None] | None:  # fmt: skip
+    """Return which dimension of each draw the samples have: that in which a smaller batch differs.
+
+    Args:
+        whole: shapes of what is drawn for a batch.
+        part: those for a part of it.
+
+    Returns:
+        None for a draw that has no such dimension, or several; None for all where the numbers of draws differ.
+    """
+    if len(whole) != len(part):
+        return None
+    dims: list[int | None] = []
+    for shape, smaller in zip(whole, part, strict=True):
+        differ = []
+        if len(shape) == len(smaller):
+            differ = [dim for dim, sizes in enumerate(zip(shape, smaller, strict=True)) if sizes[0] != sizes[1]]
+        dims.append(differ[0] if len(differ) == 1 else None)
+    return dims
 
 
 def _place_of_size(function: Any) -> int:
     return next(number for number, each in enumerate(function._schema.arguments) if each.name == "size")
-
-
-def _starts(sizes: Sequence[int]) -> list[int]:
-    starts = [0]
-    for size in sizes[:-1]:
-        starts.append(starts[-1] + size)
-    return starts
 
 
 def _part(value: Any, shape: tuple[int, ...], dim: int, start: int, size: int) -> Any:
@@ -104,7 +153,7 @@ def _part(value: Any, shape: tuple[int, ...], dim: int, start: int, size: int) -
 
 def _together(parts: Sequence[Any], dim: int, written: torch.Tensor | None) -> Any:
     if written is not None:
-        return written.copy_(torch.cat([part for part in parts], dim))
+        return written.copy_(torch.cat(list(parts), dim))
     if isinstance(parts[0], tuple):
         return tuple(torch.cat([part[index] for part in parts], dim) for index in range(len(parts[0])))
     return torch.cat(list(parts), dim)
