@@ -567,8 +567,12 @@ _CAUSES = {
     "statistics": "a batch norm takes the statistics of a part of the batch",
     "draws": "a rank drew for other samples than its own",
 }
-_WHAT = {"gradient": "the gradient of", "update": "the update of", "statistics": "the batch norm's statistic"}
-_WHAT["draws"] = "what was drawn at random by"
+_WHAT = {
+    "gradient": "the gradient of",
+    "update": "the update of",
+    "statistics": "the batch norm's statistic",
+    "draws": "what was drawn at random by",
+}
 
 
 def _difference_error(job: Job, answer: Mapping[str, Any]) -> WorkloadError:
