@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import numbers
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -103,14 +104,14 @@ def optimizer_state(
     # Names instead of torch's numbers: those depend on the order of groups and on what this rank holds.
     names = parameter_names(model, optimizer)
     parts: dict[str, LocalTensor] = {}
-    numbers: dict[str, Any] = {}
+    plain: dict[str, Any] = {}
     owners: dict[str, int] = {}
     for parameter, key, value, owner in _state_of(optimizer):
         name = f"{OPTIMIZER}{key}/{names[parameter]}"
         if owners.setdefault(name, owner) != owner:
             raise _duplicate_state(optimizer, name)
         if not isinstance(value, torch.Tensor):
-            numbers[name] = as_json(f"the optimizer's {key}", value, with_tensors=False)
+            plain[name] = as_json(f"the optimizer's {key}", value, with_tensors=False)
             continue
         parameter_shard = _shard_of_its_state(names[parameter], parameter, held, size)
         spec = parameter_shard.shard_spec
@@ -129,7 +130,7 @@ def optimizer_state(
             parts[name] = LocalTensor(local, shard)
     # Groups are kept by names, so that a stage of another pipeline finds its own parameters in them.
     groups = [_group_as_json(group, names) for group in groups_of(optimizer)]
-    description = {"class": kind_of(optimizer), "groups": groups, "numbers": numbers}
+    description = {"class": kind_of(optimizer), "groups": groups, "numbers": plain}
     if len(parts_of(optimizer)) > 1:
         description["owners"] = owners
     return parts, description
@@ -635,6 +636,7 @@ def as_json(what: str, value: Any, with_tensors: bool = True) -> Any:
 
 
 def _number_of(value: Any) -> float:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
+    is_one = isinstance(value, torch.Tensor) and value.numel() == 1
+    if is_one or isinstance(value, numbers.Real):  # such as numpy's
+        return cast(float, value.item())
     raise TypeError("neither JSON nor a number")
