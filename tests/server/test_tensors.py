@@ -267,5 +267,5 @@ def test_what_the_class_reads_of_a_group_is_sent(setting, sent):
 def test_a_setting_that_is_no_number_is_refused():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
     optimizer.param_groups[0]["weight_decay"] = "0.1"
-    with pytest.raises(PlanError, match="'weight_decay' of the optimizer SGD\n  found: a group of it has '0.1'"):
+    with pytest.raises(PlanError, match=r"'weight_decay' of the optimizer SGD\n  found: a group of it has '0.1'"):
         describe(optimizer)
