@@ -99,26 +99,29 @@ process_exit.exit_process(int(sys.argv[1]))
 """
 
 
-def exit_with(code, seconds, wait):
+def exit_with(folder, code, seconds, wait):
     words = [sys.executable, "-c", EXIT, str(code), str(seconds), wait]
-    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
-        said = process.stderr.readline()
+    with (folder / "said").open("w") as file:  # no pipe, which a child process would hold
+        process = subprocess.Popen(words, stderr=file, start_new_session=True)
+    try:
         code = process.wait(60)
+    finally:
         kill_group(process.pid)
-    return code, said
+        process.wait()
+    return code, (folder / "said").read_text()
 
 
 @pytest.mark.parametrize("name", WAITS)
-def test_after_a_failure_no_exit_waits_for_good(name):
+def test_after_a_failure_no_exit_waits_for_good(tmp_path, name):
     wait, awaited = WAITS[name]
-    code, said = exit_with(3, 600, wait)
+    code, said = exit_with(tmp_path, 3, 600, wait)
     assert code == 3
     assert "after the failure this process is ended; its exit waits for" in said
     assert awaited in said
 
 
-def test_native_code_that_holds_the_gil_does_not_keep_a_failed_rank():
-    code, said = exit_with(3, 600, "atexit.register(ctypes.PyDLL(None).sleep, 600)")
+def test_native_code_that_holds_the_gil_keeps_no_failed_rank(tmp_path):
+    code, said = exit_with(tmp_path, 3, 600, "atexit.register(ctypes.PyDLL(None).sleep, 600)")
     assert (code, said.startswith("Timeout")) == (1, True)
 
 
@@ -127,8 +130,8 @@ def test_native_code_that_holds_the_gil_does_not_keep_a_failed_rank():
     [WAITS["child"], ("threading.Thread(target=time.sleep, args=(LONG,), name='own').start()", "thread own")],
     ids=["child", "thread"],
 )
-def test_a_normal_exit_waits_and_says_for_what(wait, awaited):
-    code, said = exit_with(0, 2, wait)
+def test_a_normal_exit_waits_and_says_for_what(tmp_path, wait, awaited):
+    code, said = exit_with(tmp_path, 0, 2, wait)
     assert code == 0
     assert said.startswith("paceline: the file has ended; the exit of its process waits for")
     assert awaited in said

@@ -249,9 +249,10 @@ def test_an_optimizer_that_can_t_be_built(name, group, says):
         ({"lr": torch.tensor(0.5)}, {"lr": 0.5}),
         ({"lr": numpy.float32(0.5), "weight_decay": numpy.float64(0.25)}, {"lr": 0.5, "weight_decay": 0.25}),
         ({"betas": [numpy.float64(0.5), 0.25]}, {"betas": [0.5, 0.25]}),
+        ({"weight_decay": 2**70}, {"weight_decay": float(2**70)}),
         ({"decoupled_weight_decay": False}, {"decoupled_weight_decay": False}),
     ],
-    ids=["name", "objects", "tensor", "numpy", "betas", "of_the_base"],
+    ids=["name", "objects", "tensor", "numpy", "betas", "large", "of_the_base"],
 )
 def test_what_the_class_reads_of_a_group_is_sent(setting, sent):
     parameters = [torch.nn.Parameter(torch.ones(2))]

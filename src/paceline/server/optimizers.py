@@ -19,6 +19,7 @@ KNOWN = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax
 FUSED = ("SGD", "Adam", "AdamW", "Adagrad")  # have a CPU kernel of one pass, 3 to 7 times as fast (measured)
 # Keys of a group that say how torch computes, not what.
 _IMPLEMENTATION = ("foreach", "capturable", "differentiable", "fused")
+_MOST = 2**63  # a whole number beyond is sent as a float
 
 
 def describe(optimizer: torch.optim.Optimizer) -> tuple[str, list[dict[str, Any]]]:
@@ -137,7 +138,7 @@ def _number(value: Any) -> bool | int | float | None:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, numbers.Integral):
-        return int(value)
+        return int(value) if abs(value) < _MOST else float(value)
     if isinstance(value, numbers.Real):  # such as numpy's
         return float(value)
     raise TypeError(shown(value))

@@ -67,7 +67,7 @@ def model_parts(model: torch.nn.Module, held: Mapping[str, LocalShard], size: in
             raise WorkloadError(
                 f"the model's state {name!r} should be a tensor",
                 f"it is a {type(value).__name__}",
-                "keep it in a buffer, or have the module's get_extra_state() return it (numbers, strings, lists, dicts)",
+                "keep it in a buffer, or have the module's get_extra_state() return it, if it is numbers or strings",
             )
         if id(value) not in ids and not value.is_meta:
             ids.add(id(value))
