@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import json
+import os
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ import torch
 from test_snapshot import load_alone, make, optimizer_of, save, steps
 from torch import nn
 
+import paceline
 from paceline.checkpoint.manifest import OPTIMIZER
 from paceline.comm import api
 from paceline.nouns.errors import WorkloadError
@@ -21,6 +25,8 @@ from paceline.train.job import Job
 
 from support.ranks import run_ranks
 from support.whole_optimizers import workload
+
+INPUTS = torch.randn(4, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
 class Own(torch.optim.Optimizer):
@@ -127,6 +133,34 @@ def test_a_list_of_tensors_goes_on_under_another_mesh(one, other, tmp_path):
     whole, *_ = run_ranks(2, go_on, str(tmp_path / "saved"), one, 3)
     for again in run_ranks(2, go_on, str(tmp_path / "saved"), other, 0):
         assert again == pytest.approx(whole[3:], rel=1e-9)
+
+
+def loop_on(rank, folder, plan, steps_taken):
+    """As `go_on`, in a loop of one's own: `tensor` cuts the state that was loaded in its first step."""
+    os.environ["PACELINE_PLAN"] = json.dumps(asdict(Plan.parse(plan)))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).double()
+    job, model, optimizer = paceline.prepare(model, Averaged(model.parameters()))
+    if not steps_taken:
+        job.load(folder)
+    weights = []
+    for batch in INPUTS[job.step_number :]:
+        batch = batch.tensor_split(job.data_size)[job.data_rank]
+        optimizer.zero_grad()
+        job.backward(model(batch).square().mean(), weight=len(batch))
+        optimizer.step()
+        weights.append([float(job.parallel.whole(each).detach().double().sum()) for each in model.parameters()])
+        if len(weights) == steps_taken:
+            job.save(folder)
+    job.close()
+    return weights
+
+
+@pytest.mark.parametrize(("one", "other"), [("shard=2", "tensor=2"), ("tensor=2", "shard=2")])
+def test_a_loop_goes_on_with_a_list_of_tensors(one, other, tmp_path):
+    whole, *_ = run_ranks(2, loop_on, str(tmp_path / "saved"), one, 2)
+    for again in run_ranks(2, loop_on, str(tmp_path / "saved"), other, 0):
+        assert again == [pytest.approx(weights, rel=1e-9) for weights in whole[2:]]
 
 
 def put(key, value):
