@@ -220,7 +220,7 @@ class Extra(nn.Linear):
         self.kept = state
 
 
-def job_of(kept):
+def job_of(kept, plan="replicate=1"):
     api.init()
     of = workload("lamb")
 
@@ -229,7 +229,7 @@ def job_of(kept):
         whole.extra = Extra(kept)
         return whole
 
-    return Job(dataclasses.replace(of, model=model), Plan())
+    return Job(dataclasses.replace(of, model=model), Plan.parse(plan))
 
 
 @pytest.mark.parametrize("kept", [{"calls": 3, "of": (1, None)}, torch.arange(5), b"bytes", 2.5])
@@ -252,3 +252,22 @@ def test_an_extra_state_that_can_not_be_kept_is_refused_where_it_is_saved(tmp_pa
     monkeypatch.setenv("PACELINE_RUN_DIR", str(tmp_path / "run"))
     with pytest.raises(WorkloadError, match=r"extra_state'\]\[0\] should be something that a checkpoint can keep"):
         job_of([object()])
+
+
+def save_apart(rank, folder):
+    """What is said, and what is there after a load, where ranks have other extra states."""
+    job = job_of({"calls": rank}, "replicate=2")
+    said = []
+    job.kept.notice = said.append
+    for number, _ in zip(range(2), map(job.step, job.batches()), strict=False):
+        job.save(f"{folder}-{number}")
+    job.load(f"{folder}-1")
+    job.close()
+    return said, job.model.extra.kept
+
+
+def test_ranks_with_other_extra_states_are_told_once(tmp_path):
+    for said, kept in run_ranks(2, save_apart, str(tmp_path / "saved")):
+        assert [line for line in said if "differs between ranks 0 and 1" in line] == said
+        assert len(said) == 1
+        assert kept == {"calls": 0}

@@ -138,7 +138,8 @@ def _number(value: Any) -> bool | int | float | None:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, numbers.Integral):
-        return int(value) if abs(value) < _MOST else float(value)
+        number = int(value)
+        return number if abs(number) < _MOST else float(number)
     if isinstance(value, numbers.Real):  # such as numpy's
         return float(value)
     raise TypeError(shown(value))

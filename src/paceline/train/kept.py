@@ -272,11 +272,8 @@ class KeptObjects:
     def _tell_difference(self, name: str, rank: int) -> None:
         if name not in self.told:
             self.told.add(name)
-            first = self.comm.peers[0]
-            self.notice(
-                f"what get_extra_state() of the model's modules returns differs between ranks {first} and {rank}: "
-                f"checkpoints have rank {first}'s"
-            )
+            first, second = sorted((rank, self.comm.peers[self.comm.rank]))
+            self.notice(f"{_what(name)} differs between ranks {first} and {second}: checkpoints have rank 0's")
 
     def add_average(self, name: str, average: Average) -> None:
         """Save an average of the parameters from now on, and give it its state of the checkpoint, if there is one.
