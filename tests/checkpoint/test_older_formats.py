@@ -34,12 +34,13 @@ from support.jobs import losses, paceline
 OLDER = Path(__file__).parent / "older"
 RUNS = sorted(path.name for path in OLDER.iterdir() if path.is_dir() and path.name.startswith("run-"))
 AT = "step-00000006"
-# What a run printed in the end: the loss of the average, and of the state that it kept.
+# What a run printed in the end: the loss of the average, the state that it kept, the extra state of a module.
 ENDED = {
     "run-1_checkpoint-4_kept": [
         "1.068890324e+01 3.276670476e+00 5.163632095 0.835765104",
         "1.068890324e+01 3.276670476e+00 5.163632095 0.908112885",
     ],
+    "run-1_checkpoint-5_values": ["10 calls", "10 calls"],
 }
 PAGE = Path(__file__).parents[2] / "docs" / "formats.md"
 
@@ -51,7 +52,9 @@ def version_of(name):
 
 def copy_run(name, folder):
     """A copy of an older run in `folder`, with the file that it ran; the run directory and the file's name."""
-    file = {"loop": "older_loop.py", "kept": "older_kept.py"}.get(name.rpartition("_")[2], "older_workload.py")
+    file = {"loop": "older_loop.py", "kept": "older_kept.py", "values": "older_values.py"}.get(
+        name.rpartition("_")[2], "older_workload.py"
+    )
     for source in OLDER.glob("*.py"):  # one imports another
         shutil.copy(source, folder)
     return Path(shutil.copytree(OLDER / name, folder / "runs" / name)), file

@@ -1,11 +1,17 @@
-"""How a rank's process ends: what the file still has to do is done, and no thread of torch's aborts the process."""
+"""How a rank's process ends: what the file still has to do is done, and no thread of torch's aborts the process.
+
+After a failure it ends whatever its exit waits for, and its child processes end with it.
+"""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
+from paceline.launch.orphans import kill_group
 from paceline.run.rank import worker
 
 from support.jobs import LOOP, paceline, start, write_workload
@@ -63,6 +69,81 @@ def test_what_the_file_left_to_do_is_done_and_nothing_aborts(tmp_path, run):
     for rank in range(RANKS):
         assert (tmp_path / f"registered-{rank}").read_text() == "whole"
         assert (tmp_path / f"thread-{rank}").read_text() == "whole"
+
+
+CHILDREN = """
+import multiprocessing, subprocess
+recorder = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), name="recorder")
+recorder.start()
+if job.rank == 1:
+    subprocess.Popen(["sleep", "600"])
+    raise RuntimeError("boom")
+"""
+# What the exit of a process waits for, and what is said of it.
+WAITS = {
+    "child": (
+        "multiprocessing.get_context('fork').Process(target=time.sleep, args=(LONG,), name='own').start()",
+        "own",
+    ),
+    "atexit": ("atexit.register(time.sleep, LONG)", "process_exit.py"),
+    "pool": ("pool = futures.ProcessPoolExecutor(1); pool.submit(time.sleep, LONG)", "Process"),
+}
+EXIT = """
+import atexit, ctypes, multiprocessing, sys, threading, time
+from concurrent import futures
+from paceline.launch import process_exit
+process_exit.FAILED_S = process_exit.TELL_S = 0.2
+LONG = float(sys.argv[2])
+exec(sys.argv[3])
+process_exit.exit_process(int(sys.argv[1]))
+"""
+
+
+def exit_with(folder, code, seconds, wait):
+    words = [sys.executable, "-c", EXIT, str(code), str(seconds), wait]
+    with (folder / "said").open("w") as file:  # no pipe, which a child process would hold
+        process = subprocess.Popen(words, stderr=file, start_new_session=True)
+    try:
+        code = process.wait(60)
+    finally:
+        kill_group(process.pid)
+        process.wait()
+    return code, (folder / "said").read_text()
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_after_a_failure_no_exit_waits_for_good(tmp_path, name):
+    wait, awaited = WAITS[name]
+    code, said = exit_with(tmp_path, 3, 600, wait)
+    assert code == 3
+    assert "after the failure this process is ended; its exit waits for" in said
+    assert awaited in said
+
+
+def test_native_code_that_holds_the_gil_keeps_no_failed_rank(tmp_path):
+    code, said = exit_with(tmp_path, 3, 600, "atexit.register(ctypes.PyDLL(None).sleep, 600)")
+    assert (code, said.startswith("Timeout")) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("wait", "awaited"),
+    [WAITS["child"], ("threading.Thread(target=time.sleep, args=(LONG,), name='own').start()", "thread own")],
+    ids=["child", "thread"],
+)
+def test_a_normal_exit_waits_and_says_for_what(tmp_path, wait, awaited):
+    code, said = exit_with(tmp_path, 0, 2, wait)
+    assert code == 0
+    assert said.startswith("paceline: the file has ended; the exit of its process waits for")
+    assert awaited in said
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_ends_with_its_child_processes(tmp_path):
+    """`paceline` sees to it that none is left."""
+    ended = paceline(tmp_path, "run", "-n", RANKS, write_workload(tmp_path, loop=LOOP + CHILDREN))
+    assert ended.code == 1
+    assert "RuntimeError: boom" in ended.err
+    assert "waits for child process recorder" in ended.out + ended.err
 
 
 def test_the_line_of_a_failure_is_the_users_and_not_that_of_pythons_library(tmp_path):

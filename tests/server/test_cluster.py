@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from paceline.nouns.errors import PeerLostError, PlanError, WorkloadError
+from paceline.nouns.errors import LossError, PeerLostError, PlanError, WorkloadError
 from paceline.server.node import Server
 from paceline.server.protocol.client import Session
 from paceline.server.setup import StartServers
@@ -195,6 +195,15 @@ def test_what_servers_refuse(plan, options, error, says):
     with Cluster(plan) as cluster, pytest.raises(error) as raised:
         cluster.worker(0, 2, train, **options).ended()
     assert says in str(raised.value)
+
+
+def test_a_loss_that_is_no_number_is_no_frame_that_all_wait_for():
+    def push(handle, model):
+        gradient(model, 0, 0)
+        handle.push(float("nan"), 2.0)
+
+    with Cluster("replicate=1,server=1") as cluster, pytest.raises(LossError, match="the loss is nan"):
+        cluster.worker(0, 2, push).ended(20)
 
 
 def test_the_first_differing_parameter_is_named():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy
 import pytest
 import safetensors.torch
 import torch
@@ -17,6 +18,7 @@ from paceline.server.optimizers import KNOWN, build, describe, implementation_of
 from paceline.server.protocol.admission import Mode
 from paceline.server.protocol.messages import Push, Update
 from paceline.server.tensors import MEAN, STOPPING, FlatTensor, Segments, first_content, states_of
+from paceline.server.transport.frames import PREFIX, read_header, read_prefix, write_frame
 
 SHAPES = st.lists(st.lists(st.integers(0, 700), min_size=0, max_size=2).map(tuple), min_size=1, max_size=8)
 
@@ -50,6 +52,30 @@ def test_pieces_cover_every_element_once(shapes, dtype, servers):
         assert segment.nbytes <= SEGMENT_BYTES
         assert all(piece.offset % 64 == 0 and piece.start % 4096 == 0 for piece in segment.pieces)
     assert ServerLayout.of_json(layout.to_json()) == layout
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.randn(70, 90).t(),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(90, 90)[3:70, 10:80],
+        torch.randn(64, 64)[::2, ::3],
+    ],
+    ids=["transposed", "channels_last", "part", "strided"],
+)
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_tensor_of_any_strides_comes_back(value, servers):
+    large = torch.randn(700, 500).t()  # in several segments, and on both servers
+    layout = layout_of([tuple(value.shape), tuple(large.shape)])
+    back = [torch.empty_strided(value.shape, value.stride()), torch.empty_like(large)]
+    assert not any(tensor.is_contiguous() for tensor in back)
+    for segments in layout.ranges(servers):
+        flat = FlatTensor(layout, segments)
+        flat.gather([value, large])
+        flat.scatter(back)
+    assert torch.equal(back[0], value)
+    assert torch.equal(back[1], large)
 
 
 @pytest.mark.parametrize(
@@ -213,3 +239,34 @@ def test_buffers_become_the_mean_over_those_who_changed_them():
 def test_an_optimizer_that_can_t_be_built(name, group, says):
     with pytest.raises(PlanError, match=says):
         build(name, [torch.nn.Parameter(torch.ones(2))], group, {})
+
+
+@pytest.mark.parametrize(
+    ("setting", "sent"),
+    [
+        ({"name": "decay"}, {}),
+        ({"scale": lambda step: step, "mask": torch.ones(3), "where": object()}, {}),
+        ({"lr": torch.tensor(0.5)}, {"lr": 0.5}),
+        ({"lr": numpy.float32(0.5), "weight_decay": numpy.float64(0.25)}, {"lr": 0.5, "weight_decay": 0.25}),
+        ({"betas": [numpy.float64(0.5), 0.25]}, {"betas": [0.5, 0.25]}),
+        ({"weight_decay": 2**70}, {"weight_decay": float(2**70)}),
+        ({"decoupled_weight_decay": False}, {"decoupled_weight_decay": False}),
+    ],
+    ids=["name", "objects", "tensor", "numpy", "betas", "large", "of_the_base"],
+)
+def test_what_the_class_reads_of_a_group_is_sent(setting, sent):
+    parameters = [torch.nn.Parameter(torch.ones(2))]
+    optimizer = torch.optim.AdamW([{"params": parameters, **setting}], lr=0.1)
+    _, (plain,) = describe(torch.optim.AdamW(parameters, lr=0.1))
+    _, (settings,) = describe(optimizer)
+    assert settings == {**plain, **sent}
+    note = {"loss": 1.0, "weight": 1.0, "flags": 0, "absent": [], "settings": settings}
+    frame = write_frame(0, Push(0, (0, 0), 0, 0, 0, note, None), 0)
+    assert read_header(read_prefix(frame[: PREFIX.size]), frame[PREFIX.size :]).note == note
+
+
+def test_a_setting_that_is_no_number_is_refused():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    optimizer.param_groups[0]["weight_decay"] = "0.1"
+    with pytest.raises(PlanError, match=r"'weight_decay' of the optimizer SGD\n  found: a group of it has '0.1'"):
+        describe(optimizer)

@@ -1,7 +1,8 @@
-"""Visit the tensors of a batch: in dicts, lists, tuples, named tuples and dataclasses."""
+"""Visit the tensors of a batch: in dicts, lists, deques, tuples, named tuples and dataclasses."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
@@ -17,10 +18,14 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
         items = {key: map_tensors(item, function) for key, item in value.items()}
         if type(value) is dict:
             return items
+        if isinstance(value, collections.defaultdict):
+            return collections.defaultdict(value.default_factory, items)
         # Such as transformers' BatchEncoding: made anew by its class.
         return type(value)(items)  # type: ignore[call-arg]
     if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple takes its items as arguments
         return type(value)(*(map_tensors(item, function) for item in value))
+    if isinstance(value, collections.deque):
+        return collections.deque((map_tensors(item, function) for item in value), value.maxlen)
     if isinstance(value, list | tuple):
         return type(value)(map_tensors(item, function) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

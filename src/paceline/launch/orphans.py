@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import signal
 import sys
 
@@ -16,3 +18,12 @@ def die_with_parent() -> None:
     """
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def kill_group(leader: int) -> None:
+    """Kill what is left of a process group, also after its leader's end: child processes of a rank that has failed.
+
+    They may hold the rank's output and its connections: whoever waits for their end would wait for these processes.
+    """
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)

@@ -12,30 +12,78 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
+import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
+
+FAILED_S = 5.0  # for what runs at the exit, after a failure; its child processes are then killed with it
+TELL_S = 10.0  # of waiting at the exit, until people are told for what
 
 
 def exit_process(code: int, before: Callable[[], object] | None = None) -> NoReturn:
     """End this process with `code`.
 
     Args:
-        code: the exit code. With 0 the threads that are no daemons run to their end first, as they do in any Python
-            program; after a failure nothing waits for them.
+        code: the exit code. With 0 the threads and child processes that are no daemons run to their end first, as
+            they do in any Python program; after a failure nothing waits for threads, and only FAILED_S for others.
         before: called last, after the functions registered with `atexit`.
     """
     try:
+        _limit(code)
         # The order of Py_FinalizeEx: threads, atexit, flushed streams. `os._exit` then leaves out the finalization.
         if code == 0:
             threading._shutdown()  # type: ignore[attr-defined]
+        else:
+            _flush()  # what follows may be cut off
         atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # it may be closed, or taken away
-                stream.flush()
+        _flush()
         if before is not None:
             before()
     finally:  # also when an atexit function raises: nothing may return into the fork server's code
         os._exit(code)
+
+
+def _limit(code: int) -> None:
+    """Begin the time that the exit has after a failure; otherwise the time until people are told what it waits for."""
+
+    def end() -> None:
+        with contextlib.suppress(Exception):  # whatever happens, the process must end
+            _say(f"{FAILED_S:g} s after the failure this process is ended; its exit waits for {_awaited([])}")
+        os._exit(code)
+
+    def tell() -> None:
+        _say(f"the file has ended; the exit of its process waits for {_awaited(threading.enumerate())}")
+
+    seconds, act = (TELL_S, tell) if code == 0 else (FAILED_S, end)
+    timer = threading.Timer(seconds, act)
+    timer.daemon = True
+    timer.start()
+    if code != 0:  # native code may hold the GIL, which the timer needs and this does not; the exit code is then 1
+        faulthandler.dump_traceback_later(2 * FAILED_S, exit=True, file=2)
+
+
+def _awaited(threads: Sequence[threading.Thread]) -> str:
+    """Return what keeps this process from its end: some of `threads`, child processes, or an atexit function's line."""
+    main = threading.main_thread()
+    names = [f"thread {thread.name}" for thread in threads if thread is not main and not thread.daemon]
+    for child in multiprocessing.active_children():
+        if not child.daemon:
+            names.append(f"child process {child.name} ({child.pid})")
+    if names:
+        return ", ".join(names)
+    frame = sys._current_frames()[main.ident or 0]
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+
+
+def _say(text: str) -> None:
+    os.write(2, f"paceline: {text}\n".encode())  # not by the stream: the exit may wait for its lock
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # it may be closed, or taken away
+            stream.flush()

@@ -114,6 +114,31 @@ def check_updates_apart(optimizer: torch.optim.Optimizer, axis: str) -> None:
             raise _coupled(one, axis, distance)
 
 
+def steps_tried(
+    optimizer: torch.optim.Optimizer,
+) -> list[tuple[torch.optim.Optimizer, torch.nn.Parameter, list[torch.nn.Parameter]]]:
+    """Return optimizers of the same class that have taken a few steps: what they keep then, the person's will keep.
+
+    Args:
+        optimizer: the person's; of several, one.
+
+    Returns:
+        For each kind of parameter an optimizer, its one small parameter, and the person's parameters of that kind.
+        Nothing where it can't be tried.
+    """
+    tried: list[tuple[torch.optim.Optimizer, torch.nn.Parameter, list[torch.nn.Parameter]]] = []
+    with contextlib.suppress(Exception), _aside():
+        for (group, dims), members in _kinds(optimizer).values():
+            start, gradients = _values(_shape(dims), 0)
+            small = torch.nn.Parameter(start)
+            twin = _twin(optimizer, [(group, [small])])
+            for gradient in gradients:
+                small.grad = gradient.clone()
+                twin.step()
+            tried.append((twin, small, members))
+    return tried
+
+
 class LaterParameters:
     """Sees to it that parameters which come to be trained after the start are not updated in parts by mistake.
 

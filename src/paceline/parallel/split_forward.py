@@ -25,7 +25,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from paceline.comm.batch_norm import SharedStatistics
 from paceline.comm.collectives import AxisComm
 from paceline.comm.differentiable import Exchanges, take_piece
-from paceline.comm.pytree import signature, tensors_in
+from paceline.comm.pytree import map_tensors, signature, tensors_in
 from paceline.graph.placement import Split
 from paceline.nouns.errors import CollectiveError, PlanError, WorkloadError
 from paceline.nouns.mesh import Mesh
@@ -215,9 +215,11 @@ class SplitForward:
                     if not whole[name]:
                         del part.state[parameter]
                     continue
-                for key, value in part.state[parameter].items():
-                    if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                        part.state[parameter][key] = self._piece(value, placement)
+
+                def cut(tensor: torch.Tensor, of: Any = parameter, placement: Any = placement) -> torch.Tensor:
+                    return self._piece(tensor, placement) if tensor.shape == of.shape else tensor
+
+                part.state[parameter] = map_tensors(part.state[parameter], cut)
 
     def held(self, mesh: Mesh) -> dict[str, LocalShard]:
         """Return the pieces by their names in the job's model, and the ranks that hold the same ones."""

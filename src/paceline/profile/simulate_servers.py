@@ -90,7 +90,7 @@ def servers_memory(parallel: ServerParallel, is_deterministic: bool) -> list[dic
     handle = cast(AbsentServers, parallel.handle)
     settings = JobSettings.of(parallel.plan)
     implementation = implementation_of(handle.optimizer, is_deterministic)
-    groups = [settings_of(group) for group in handle.optimizer.param_groups]
+    groups = [settings_of(handle.optimizer, group) for group in handle.optimizer.param_groups]
     sizes = []  # of each range: bytes of its parameters and of the optimizer's state
     # The store that a server would run takes one update of zeros, and what it then holds is counted.
     for segments in handle.layout.ranges(settings.servers):

@@ -5,13 +5,14 @@ Paceline's own `server` strategy uses it, and so may a training loop of your own
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from paceline.nouns.errors import PlanError, UsageError
+from paceline.nouns.errors import LossError, PlanError, UsageError
 from paceline.server.layout import AVERAGE, BYTES, Entry, Segment, ServerLayout
 from paceline.server.link import Answer, Link
 from paceline.server.optimizers import describe, implementation_of, settings_of
@@ -120,6 +121,7 @@ class Handle:
             What the servers say; its `clock` is the step that comes next.
 
         Raises:
+            LossError: the loss or its weight is NaN; nothing was pushed.
             PeerLostError: the servers have gone.
 
         Examples:
@@ -156,10 +158,17 @@ class Handle:
             flags: `tensors.STOPPING`, `tensors.MEAN`.
 
         Raises:
+            LossError: the loss or its weight is NaN: the servers would take no such frame, and all would wait.
             PeerLostError: the servers have gone.
         """
         link = self._joined()
-        groups = [settings_of(group) for group in self.optimizer.param_groups]
+        if math.isnan(loss) or math.isnan(weight):
+            raise LossError(
+                "the loss and its weight that go to the servers should be numbers",
+                f"the loss is {float(loss)}, its weight {float(weight)}",
+                "look for the samples at which the loss is none, or lower the learning rate",
+            )
+        groups = [settings_of(self.optimizer, group) for group in self.optimizer.param_groups]
         of_step = {"loss": float(loss), "weight": float(weight), "flags": flags}
         # Settings go with every gradient: the learning-rate schedule is the worker's Python code.
         notes: list[list[dict[str, Any]]] = []  # by range and segment

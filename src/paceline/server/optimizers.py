@@ -6,18 +6,20 @@ bit; a test holds each class against itself, whole and in pieces.
 
 from __future__ import annotations
 
-import json
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from paceline.nouns.errors import PlanError
+from paceline.nouns.reading import shown
 
 KNOWN = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta")
 FUSED = ("SGD", "Adam", "AdamW", "Adagrad")  # have a CPU kernel of one pass, 3 to 7 times as fast (measured)
-# Keys of a group that say how torch computes, not what. `initial_lr` is a scheduler's own.
-_IMPLEMENTATION = ("foreach", "capturable", "differentiable", "fused", "params", "initial_lr")
+# Keys of a group that say how torch computes, not what.
+_IMPLEMENTATION = ("foreach", "capturable", "differentiable", "fused")
+_MOST = 2**63  # a whole number beyond is sent as a float
 
 
 def describe(optimizer: torch.optim.Optimizer) -> tuple[str, list[dict[str, Any]]]:
@@ -36,22 +38,29 @@ def describe(optimizer: torch.optim.Optimizer) -> tuple[str, list[dict[str, Any]
             f"take one of torch.optim's {', '.join(KNOWN)}, or an axis in place of server: replicate runs any "
             "optimizer, shard and tensor run those that update each parameter by itself",
         )
-    return name, [settings_of(group) for group in optimizer.param_groups]
+    return name, [settings_of(optimizer, group) for group in optimizer.param_groups]
 
 
-def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group's numbers as they are now: what a schedule changes is sent with every gradient.
 
+    Keys that the class does not read, such as a name or a scheduler's `initial_lr`, stay with the worker.
+
     Raises:
-        PlanError: one is not a number.
+        PlanError: one that it reads is not a number, and no tuple of numbers.
     """
-    settings = {key: _plain(value) for key, value in group.items() if key not in _IMPLEMENTATION}
-    try:
-        json.dumps(settings)
-    except TypeError as error:
-        raise PlanError(
-            "the optimizer's settings should be numbers", f"one is not ({error})", "use numbers in its groups"
-        ) from None
+    settings: dict[str, Any] = {}
+    for key, value in group.items():
+        if key not in optimizer.defaults or key in _IMPLEMENTATION:
+            continue
+        try:
+            settings[key] = [_number(item) for item in value] if isinstance(value, list | tuple) else _number(value)
+        except TypeError as error:
+            raise PlanError(
+                f"the servers should know {key!r} of the optimizer {type(optimizer).__name__}",
+                f"a group of it has {error}, which is no number",
+                "give the group a number (or a tuple of numbers, as for betas), or write replicate for server",
+            ) from None
     return settings
 
 
@@ -118,10 +127,22 @@ def _arguments(kind: Any) -> set[str]:
     return set(code.co_varnames[:count])
 
 
-def _plain(value: Any) -> Any:
+def _number(value: Any) -> bool | int | float | None:
+    """Return a setting as a number of Python's own.
+
+    Raises:
+        TypeError: it is none; the message shows it.
+    """
     if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
-    return list(value) if isinstance(value, tuple) else value
+        value = value.item()
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, numbers.Integral):
+        number = int(value)
+        return number if abs(number) < _MOST else float(number)
+    if isinstance(value, numbers.Real):  # such as numpy's
+        return float(value)
+    raise TypeError(shown(value))
 
 
 def _tuples(value: Any) -> Any:

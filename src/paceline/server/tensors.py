@@ -74,11 +74,18 @@ class FlatTensor:
 
     def scatter(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy everything out, by entry."""
+        flats: dict[int, torch.Tensor] = {}  # by entry: its elements in order
         with torch.no_grad():
             for segment, views in zip(self.segments, self.views, strict=True):
                 for piece, view in zip(segment.pieces, views, strict=True):
-                    flat = tensors[piece.entry].detach().view(-1)
-                    flat[piece.start : piece.start + piece.count].copy_(view)
+                    if piece.entry not in flats:
+                        flats[piece.entry] = tensors[piece.entry].detach().reshape(-1)
+                    flats[piece.entry][piece.start : piece.start + piece.count].copy_(view)
+            for entry, flat in flats.items():
+                tensor = tensors[entry].detach()
+                # What `reshape` copied goes back: a transposed weight, or one of memory_format=torch.channels_last.
+                if not tensor.is_contiguous():
+                    tensor.copy_(flat.view(tensor.shape))
 
 
 def pieces_of(elements: torch.Tensor, segment: Segment) -> list[torch.Tensor]:

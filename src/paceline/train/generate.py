@@ -353,12 +353,13 @@ def whole_copy(
         comm: all ranks.
     """
     from paceline.checkpoint.manifest import MODEL
+    from paceline.train.extra_state import state_tensors
     from paceline.train.whole_state import put_together
 
     with torch.random.fork_rng():
         model = make()
     with torch.no_grad():
-        for name, tensor in model.state_dict().items():
+        for name, tensor in state_tensors(model):
             if names.get(MODEL + name, MODEL + name) == MODEL + name:  # a tied one has its value by the first name
                 put_together(tensor, parts.get(MODEL + name), comm)
     return model.eval()

@@ -38,6 +38,7 @@ from paceline.train.assemble import Assembly
 from paceline.train.average import Average
 from paceline.train.before_update import CHECKED, BeforeUpdate, check_same_parameters
 from paceline.train.best import BEST, Best
+from paceline.train.check_saving import check_can_save
 from paceline.train.checkpoint_copies import CheckpointCopier, copier_of, fetched, finish_copies, save_copy
 from paceline.train.collective_steps import CollectiveSteps
 from paceline.train.count_memory import count_memory
@@ -1038,6 +1039,7 @@ class Job:
         self.closed_step = None
         self.first_step = FirstStep()
         self.kept = KeptObjects(self.world, self.notice)
+        self.kept.add_extra_state(self.model, is_checked=self.run_dir is not None)
         self.has_own_batches = False
         self.is_stopping = threading.Event()
         self.is_stepping = False  # stays set when a step fails
@@ -1079,7 +1081,7 @@ class Job:
         _run_jobs.append(_RunJob(self.run_dir, self.process, self))
 
     def _find_start(self, run_dir: Path) -> None:
-        prepare.check_can_save(self.optimizer, self.scheduler)
+        check_can_save(self.model, self.optimizer, self.scheduler, self._held(), self.world.size)
         prepare.check_space(run_dir, self.model)
         resume = os.environ.get("PACELINE_RESUME")
         self.steps.check_start(resume)

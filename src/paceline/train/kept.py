@@ -28,6 +28,7 @@ from paceline.nouns.parts import shown
 from paceline.nouns.reading import parse_json
 from paceline.nouns.shard_spec import LocalShard
 from paceline.train.average import Average
+from paceline.train.extra_state import EXTRA_STATE, ExtraState, extra_names
 from paceline.train.kept_values import decode, encode
 
 PREFIX = "kept/"
@@ -122,6 +123,7 @@ class _Kept:
     target: Any
     handle: _Handle
     per_rank: bool
+    is_told: bool = False  # where ranks differ it is said, and rank 0's is saved; otherwise refused
 
 
 class KeptObjects:
@@ -142,6 +144,7 @@ class KeptObjects:
         self.saved: dict[str, bool] = {}  # what that checkpoint has, and whether each rank has its own
         self.saved_size = 0  # ranks that wrote it; 0: none was loaded
         self.folder = Path()
+        self.told: set[str] = set()  # names of what differs between ranks
 
     def add(self, name: Any, target: Any, per_rank: bool) -> None:
         """Keep an object from now on, and give it its state of the checkpoint that the job began with.
@@ -162,8 +165,28 @@ class KeptObjects:
             self._restore(name, kept)
         self.kept[name] = kept
 
+    def add_extra_state(self, model: torch.nn.Module, is_checked: bool) -> None:
+        """Keep what the model's modules have beside tensors, unless no module has any.
+
+        Args:
+            model: whose.
+            is_checked: whether checkpoints will be written, so that what can't be kept is refused now.
+
+        Raises:
+            WorkloadError: it can't be kept.
+        """
+        if not extra_names(model):
+            return
+        target = ExtraState(model)
+        kept = _Kept(target, _handle_of(EXTRA_STATE, target), per_rank=False, is_told=True)
+        if is_checked:
+            encode(_what(EXTRA_STATE), kept.handle.read(target), [])
+        self.kept[EXTRA_STATE] = kept
+
     def _restore(self, name: str, kept: _Kept) -> None:
         if name not in self.saved:
+            if name == EXTRA_STATE:  # up to version 4 tensors alone
+                return
             self.notice(f"{self.folder.name} has nothing of {name!r}, which job.keep was handed: it stays as it is")
             return
         if self.saved[name] != kept.per_rank:
@@ -207,7 +230,7 @@ class KeptObjects:
         prints = []
         for name, kept in sorted(self.kept.items()):
             of_state: list[torch.Tensor] = []
-            form = encode(name, kept.handle.read(kept.target), of_state)
+            form = encode(_what(name), kept.handle.read(kept.target), of_state)
             text = json.dumps(form).encode()
             if not kept.per_rank:
                 prints.append(_print_of(text, of_state))
@@ -236,13 +259,21 @@ class KeptObjects:
                     "call job.keep on every rank, not under `if job.rank == 0`",
                 )
             for name, here, there in zip(names, prints, other.tolist()[2:], strict=True):
-                if here != there:
+                if here != there and self.kept[name].is_told:
+                    self._tell_difference(name, rank)
+                elif here != there:
                     raise WorkloadError(
                         f"{name!r}, which job.keep was handed, should be the same on every rank",
                         f"it differs between rank {self.comm.peers[self.comm.rank]} and rank {rank}",
                         f"write job.keep({name!r}, ..., per_rank=True), or change it by numbers that all ranks have, "
                         "such as those of job.evaluate and paceline.all_reduce",
                     )
+
+    def _tell_difference(self, name: str, rank: int) -> None:
+        if name not in self.told:
+            self.told.add(name)
+            first, second = sorted((rank, self.comm.peers[self.comm.rank]))
+            self.notice(f"{_what(name)} differs between ranks {first} and {second}: checkpoints have rank 0's")
 
     def add_average(self, name: str, average: Average) -> None:
         """Save an average of the parameters from now on, and give it its state of the checkpoint, if there is one.
@@ -307,6 +338,10 @@ class KeptObjects:
         self.waiting_averages = dict(averages)
         for name, average in self.averages.items():
             self._restore_average(name, average)
+
+
+def _what(name: str) -> str:
+    return "what get_extra_state() of the model's modules returns" if name == EXTRA_STATE else name
 
 
 def _print_of(text: bytes, tensors: list[torch.Tensor]) -> int:

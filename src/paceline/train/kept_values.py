@@ -60,7 +60,7 @@ class _Encoder:
                 name = self.encode(f"a key of {what}", key, depth + 1)
                 pairs.append([name, self.encode(f"{what}[{key!r:.40}]", entry, depth + 1)])
             return {_MAPPINGS[kind]: pairs}
-        if kind is tuple:
+        if kind in (tuple, torch.Size):
             return {"tuple": self._all(what, value, depth)}
         if kind is set:
             return {"set": self._all(what, sorted(value, key=repr), depth)}

@@ -22,14 +22,13 @@ from paceline.nouns.workload import Workload
 from paceline.parallel.apply import strategy_of
 from paceline.parallel.model_adapter import ModelAdapter
 from paceline.parallel.optimizer_list import OptimizerList, as_one, check_shared_out
-from paceline.parallel.optimizer_parts import groups_of, parts_of
+from paceline.parallel.optimizer_parts import parts_of
 from paceline.train.additive import check_loss_adds_up
 from paceline.train.agree import check_same_model_everywhere
 from paceline.train.compiler_import import defer_compiler_import
 from paceline.train.composite_optimizer import check_parts
 from paceline.train.data import RankLoader, open_data
-from paceline.train.schedulers import state_of
-from paceline.train.snapshot import as_json, parameter_names
+from paceline.train.snapshot import parameter_names
 
 if TYPE_CHECKING:
     from paceline.parallel.elementwise import LaterParameters
@@ -305,16 +304,6 @@ def check_can_score(placed: ModelAdapter, metrics: Any) -> None:
             "tensor and pipeline run the score function as a graph, which leaves no trace outside",
             "return counts as (sum, weight) pairs, or evaluate under replicate or shard",
         )
-
-
-def check_can_save(optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-    """Raise WorkloadError when a checkpoint can't keep what the optimizer and the scheduler are made with."""
-    for group in groups_of(optimizer):
-        for name, value in group.items():
-            if name != "params":
-                as_json(f"the optimizer's {name}", value)
-    if scheduler is not None:
-        as_json("the scheduler's state", state_of(scheduler))
 
 
 def evaluation_data(workload: Workload, data: Any) -> Any:

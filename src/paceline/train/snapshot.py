@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import numbers
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -40,6 +41,10 @@ from paceline.parallel.optimizer_list import alone, kind_of
 from paceline.parallel.optimizer_parts import DECLARATION, groups_of, parts_of
 from paceline.train.alike import StateCheck, check_groups, in_types_of
 from paceline.train.composite_optimizer import restore_parts
+from paceline.train.extra_state import ExtraState, extra_names, state_tensors
+from paceline.train.kept_values import decode, encode
+
+_VALUES = "values"  # the one key of what is kept of a list, dict or deque
 
 
 def model_parts(model: torch.nn.Module, held: Mapping[str, LocalShard], size: int) -> dict[str, LocalTensor]:
@@ -57,12 +62,12 @@ def model_parts(model: torch.nn.Module, held: Mapping[str, LocalShard], size: in
     """
     parts: dict[str, LocalTensor] = {}
     ids: set[int] = set()  # of the tensors that have a name already
-    for name, value in model.state_dict(keep_vars=True).items():  # keep_vars: a tied tensor is one and the same object
+    for name, value in state_tensors(model):
         if not isinstance(value, torch.Tensor):
             raise WorkloadError(
                 f"the model's state {name!r} should be a tensor",
                 f"it is a {type(value).__name__}",
-                "keep it in a buffer; checkpoints hold no pickled objects",
+                "keep it in a buffer, or have the module's get_extra_state() return it, if it is numbers or strings",
             )
         if id(value) not in ids and not value.is_meta:
             ids.add(id(value))
@@ -75,7 +80,7 @@ def names_of_state(model: torch.nn.Module) -> dict[str, str]:
     """Return the names of parameters and persistent buffers, each with the name that checkpoints have it under."""
     names: dict[str, str] = {}
     first: dict[int, str] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
+    for name, value in state_tensors(model):
         names[MODEL + name] = first.setdefault(id(value), MODEL + name)
     return names
 
@@ -98,41 +103,75 @@ def optimizer_state(
     A tensor that other ranks hold too, and save, is left out.
 
     Raises:
-        WorkloadError: it holds a parameter that is not the model's, or state that JSON or a shard spec can't keep.
+        WorkloadError: it holds a parameter that is not the model's, or state that a checkpoint or a shard spec can't
+            keep.
     """
     # Names instead of torch's numbers: those depend on the order of groups and on what this rank holds.
     names = parameter_names(model, optimizer)
     parts: dict[str, LocalTensor] = {}
-    numbers: dict[str, Any] = {}
+    plain: dict[str, Any] = {}
     owners: dict[str, int] = {}
-    for parameter, key, value, owner in _state_of(optimizer):
+    for parameter, key, value, owner in values_of_state(optimizer):
         name = f"{OPTIMIZER}{key}/{names[parameter]}"
         if owners.setdefault(name, owner) != owner:
             raise _duplicate_state(optimizer, name)
+        parameter_shard = shard_of_its_state(names[parameter], parameter, held, size)
+        tensors = {key: value}
         if not isinstance(value, torch.Tensor):
-            numbers[name] = as_json(f"the optimizer's {key}", value, with_tensors=False)
-            continue
-        parameter_shard = _shard_of_its_state(names[parameter], parameter, held, size)
-        spec = parameter_shard.shard_spec
-        if is_packed(local_part(value)):
-            parts |= _packed_parts(key, names[parameter], local_part(value), parameter_shard)
-            continue
-        local = local_part(value)
-        # State of the parameter's shape (Adam's moments) is cut as the parameter is; one number (a count) is on every
-        # rank.
-        is_cut = tuple(local.shape) == spec.local_shape  # as the parameter is
-        if not is_cut and spec.cuts and local.numel() != 1:
-            raise _no_shard_spec(name, local, spec)
-        global_shape = spec.shape if is_cut else tuple(local.shape)
-        shard = _shard_of_state(global_shape, parameter_shard)
-        if shard is not None:
-            parts[name] = LocalTensor(local, shard)
+            plain[name], inner = form_of_state(f"the optimizer's state {key!r}", value)
+            tensors = {f"{key}.{number}": tensor for number, tensor in enumerate(inner)}
+        for tensor_key, tensor in tensors.items():
+            parts |= _state_parts(tensor_key, names[parameter], local_part(tensor), parameter_shard)
     # Groups are kept by names, so that a stage of another pipeline finds its own parameters in them.
     groups = [_group_as_json(group, names) for group in groups_of(optimizer)]
-    description = {"class": kind_of(optimizer), "groups": groups, "numbers": numbers}
+    description = {"class": kind_of(optimizer), "groups": groups, "numbers": plain}
     if len(parts_of(optimizer)) > 1:
         description["owners"] = owners
     return parts, description
+
+
+def form_of_state(what: str, value: Any) -> tuple[Any, list[torch.Tensor]]:
+    """Return a value of an optimizer's state as JSON, and the tensors in it.
+
+    A number, a string or None is itself; a list, dict or deque has one key, which no earlier version wrote.
+
+    Args:
+        what: `value` is, for the error.
+        value: no tensor.
+
+    Raises:
+        WorkloadError: a checkpoint can't keep it.
+    """
+    tensors: list[torch.Tensor] = []
+    try:
+        form = encode(what, value, tensors)
+    except WorkloadError as error:
+        with contextlib.suppress(WorkloadError):  # such as a subclass of a number or a tuple
+            return as_json(what, value, with_tensors=False), []
+        raise error from None
+    is_plain = not isinstance(form, dict | list)
+    return (form if is_plain else {_VALUES: form}), tensors
+
+
+def _state_parts(key: str, parameter: str, local: torch.Tensor, shard: LocalShard) -> dict[str, LocalTensor]:
+    """Return what this rank saves of a tensor of a parameter's state, by name.
+
+    Args:
+        key: of the state.
+        parameter: its name.
+        local: what of the tensor is here.
+        shard: of the parameter's state.
+    """
+    if is_packed(local):
+        return _packed_parts(key, parameter, local, shard)
+    name = f"{OPTIMIZER}{key}/{parameter}"
+    spec = shard.shard_spec
+    # State of the parameter's shape (Adam's moments) is cut as the parameter is; one number (a count) is on every rank.
+    is_cut = tuple(local.shape) == spec.local_shape
+    if not is_cut and spec.cuts and local.numel() != 1:
+        raise no_shard_spec(name, local, spec.local_shape)
+    here = _shard_of_state(spec.shape if is_cut else tuple(local.shape), shard)
+    return {} if here is None else {name: LocalTensor(local, here)}
 
 
 def _packed_parts(key: str, parameter: str, value: torch.Tensor, shard: LocalShard) -> dict[str, LocalTensor]:
@@ -150,15 +189,32 @@ def _group_as_json(group: Mapping[str, Any], names: Mapping[torch.nn.Parameter, 
     return {"parameters": [names[parameter] for parameter in group["params"]], **settings}
 
 
-def _state_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.nn.Parameter, str, Any, int]]:
-    """Yield every value of the state: its parameter, its key, itself, and the number of the part that has it."""
+def values_of_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.nn.Parameter, str, Any, int]]:
+    """Yield every value of the state: its parameter, its key, itself, and the number of the part that has it.
+
+    Raises:
+        WorkloadError: one is no parameter's, or its key would not be found again.
+    """
     visited: set[tuple[int, str]] = set()
     for owner, part in enumerate(parts_of(optimizer)):
         for parameter, state in part.state.items():
+            if not isinstance(parameter, torch.Tensor):
+                raise _nameless_state(part, f"self.state[{parameter!r:.60}]")
             for key, value in state.items():
+                if not isinstance(key, str) or "/" in key:
+                    raise _nameless_state(part, f"self.state[parameter][{key!r:.60}]")
                 if (id(state), key) not in visited:  # parts may share it
                     visited.add((id(state), key))
                     yield cast(torch.nn.Parameter, parameter), key, value, owner
+
+
+def _nameless_state(optimizer: torch.optim.Optimizer, found: str) -> WorkloadError:
+    return WorkloadError(
+        f"the state of {type(optimizer).__name__} should have names, by which a checkpoint is read again",
+        f"it has {found}",
+        "keep what belongs to a parameter in self.state[parameter][NAME], NAME a string without /, and numbers of the "
+        "whole in its group: self.param_groups[0][NAME]",
+    )
 
 
 def _duplicate_state(optimizer: torch.optim.Optimizer, name: str) -> WorkloadError:
@@ -183,7 +239,7 @@ def shard_of_parameter(
     return held.get(name) or _replicated(parameter, size)
 
 
-def _shard_of_its_state(
+def shard_of_its_state(
     name: str, parameter: torch.nn.Parameter, held: Mapping[str, LocalShard], size: int
 ) -> LocalShard:
     """Return the shard of a parameter's optimizer state: the parameter's, unless a strategy has another for it."""
@@ -204,10 +260,11 @@ def _shard_of_state(global_shape: tuple[int, ...], parameter_shard: LocalShard) 
     return LocalShard(ShardSpec(global_shape), parameter_shard.holders)
 
 
-def _no_shard_spec(name: str, local: torch.Tensor, shard_spec: ShardSpec) -> WorkloadError:
+def no_shard_spec(name: str, local: torch.Tensor, shape: tuple[int, ...]) -> WorkloadError:
+    """Return the error of state that no rank could find again, where ranks have parts of `shape` of its parameter."""
     return WorkloadError(
         f"the optimizer's state {name} should be of its parameter's shape, or one number",
-        f"it is of shape {tuple(local.shape)} for a part of shape {shard_spec.local_shape} of {shard_spec.shape}",
+        f"it is of shape {tuple(local.shape)} for a part of shape {shape}",
         f"write {DECLARATION} = True in the optimizer's class, if it updates each parameter by itself, or plan with "
         "the axis replicate alone",
     )
@@ -232,14 +289,18 @@ def read_state(
     shards = {name: part.held for name, part in local_model.items()}  # what this rank verifies
     wanted: dict[str, ShardSpec | None] = {name: shard.shard_spec for name, shard in shards.items()}  # and reads
     parameters = {name: p for name, p in model.named_parameters() if not p.is_meta}
+    extra = extra_names(model)
     for name, entry in manifest["tensors"].items():
+        if name.removeprefix(MODEL) in extra:  # up to version 4, where it was a tensor
+            wanted[name] = None
+            shards[name] = _replicated(torch.empty(entry["shape"], device="meta"), comm.size)
         parameter = _parameter_of(name)
         if parameter not in parameters:
             continue
         if name.startswith(AVERAGE):
             parameter_shard = shard_of_parameter(parameter, parameters[parameter], held, comm.size)
         else:
-            parameter_shard = _shard_of_its_state(parameter, parameters[parameter], held, comm.size)
+            parameter_shard = shard_of_its_state(parameter, parameters[parameter], held, comm.size)
         if not parameter_shard.holders:
             continue
         spec = parameter_shard.shard_spec
@@ -298,6 +359,7 @@ def restore_model(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], h
         for name, part in model_parts(model, held, 1).items():
             if name in tensors:  # weights alone may be without some
                 part.tensor.copy_(tensors[name])
+    ExtraState(model).load_state_dict({name.removeprefix(MODEL): tensor for name, tensor in tensors.items()})
 
 
 def restore_optimizer(
@@ -322,17 +384,15 @@ def restore_optimizer(
     check_groups(saved["groups"], groups_of(optimizer), may_grow=not is_torchs)
     local_parameters = _with_state_here(names, held)
     tensors = _put_together(optimizer, local_parameters, tensors, held)
+    values = _values_of(saved["numbers"], local_parameters, tensors)
     if len(parts_of(optimizer)) > 1:
-        _restore_parts(optimizer, names, tensors, saved, held)
+        _restore_parts(optimizer, names, {**tensors, **values}, saved, held)
         return
     # torch's `load_state_dict` knows parameters by their number, counted through all groups.
     numbers = {name: number for number, name in enumerate(itertools.chain.from_iterable(groups))}
-    # What the checkpoint has of this rank's parameters, in the form of torch's `state_dict`.
-    state: dict[int, dict[str, Any]] = {}
-    for name, value in [*tensors.items(), *saved["numbers"].items()]:
-        key, _, parameter = name.removeprefix(OPTIMIZER).partition("/")
-        if name.startswith(OPTIMIZER) and parameter in local_parameters and parameter in numbers:
-            state.setdefault(numbers[parameter], {})[key] = _as_state_of(local_parameters[parameter], value)
+    here = {name: parameter for name, parameter in local_parameters.items() if name in numbers}
+    by_name, apart = _by_parameter({**tensors, **values}, here)
+    state = {numbers[name]: values_of_one for name, values_of_one in by_name.items()}
     packed = []
     for saved_group, group, members in zip(saved["groups"], optimizer.param_groups, groups, strict=True):
         # What the checkpoint does not know stays: a scheduler that is new keeps its own numbers in the groups.
@@ -346,6 +406,65 @@ def restore_optimizer(
                 part = _like_state(local_parameters[name], held.get(OPTIMIZER + name))
                 check.check(group_number, packed[group_number], name, part, local_state)
     optimizer.load_state_dict({"state": state, "param_groups": packed})
+    for parameter, key, value in apart:
+        optimizer.state[parameter][key] = value
+
+
+def _by_parameter(
+    values: Mapping[str, Any], parameters: Mapping[str, torch.nn.Parameter]
+) -> tuple[dict[str, dict[str, Any]], list[tuple[torch.nn.Parameter, str, Any]]]:
+    """Return what the checkpoint has of some parameters: what torch's `load_state_dict` takes by name, and all else.
+
+    Of a list it would cast the tensors, and it fails at a string, an array or a bounded deque.
+    """
+    state: dict[str, dict[str, Any]] = {}
+    apart: list[tuple[torch.nn.Parameter, str, Any]] = []
+    for name, value in values.items():
+        key, _, parameter = name.removeprefix(OPTIMIZER).partition("/")
+        if not name.startswith(OPTIMIZER) or parameter not in parameters:
+            continue
+        if isinstance(value, torch.Tensor | int | float):
+            state.setdefault(parameter, {})[key] = _as_state_of(parameters[parameter], value)
+        else:
+            apart.append((parameters[parameter], key, value))
+    return state, apart
+
+
+def _values_of(
+    saved: Mapping[str, Any], local_parameters: Mapping[str, torch.nn.Parameter], tensors: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Return by name the state that is no tensor, of the parameters whose state is here; take its tensors out.
+
+    Args:
+        saved: the manifest's numbers.
+        local_parameters: by name.
+        tensors: what was read; those that belong to a list, dict or deque are taken out.
+
+    Raises:
+        CheckpointError: a list, dict or deque lacks a tensor.
+    """
+    values: dict[str, Any] = {}
+    for name, form in saved.items():
+        key, _, parameter_name = name.removeprefix(OPTIMIZER).partition("/")
+        if parameter_name not in local_parameters:
+            continue
+        if not isinstance(form, dict) or form.keys() != {_VALUES}:
+            values[name] = form
+            continue
+        device = local_part(local_parameters[parameter_name]).device
+        inner: dict[int, torch.Tensor] = {}
+        # Plain tensors, also of a parameter that is a DTensor: the optimizer steps on this rank's rows.
+        while (of_number := f"{OPTIMIZER}{key}.{len(inner)}/{parameter_name}") in tensors:
+            inner[len(inner)] = tensors.pop(of_number).to(device)
+        try:
+            values[name] = decode(form[_VALUES], inner)
+        except (ValueError, TypeError, LookupError) as error:
+            raise CheckpointError(
+                f"the checkpoint's optimizer state {key} of {parameter_name} should be whole",
+                f"it can't be read: {type(error).__name__}: {error}",
+                "use an earlier one",
+            ) from None
+    return values
 
 
 def check_same_precision(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
@@ -460,23 +579,23 @@ def _local_values(state: Mapping[str, Any]) -> dict[str, Any]:
 def _restore_parts(
     optimizer: torch.optim.Optimizer,
     names: Mapping[torch.nn.Parameter, str],
-    tensors: Mapping[str, torch.Tensor],
+    values: Mapping[str, Any],
     saved: dict[str, Any],
     held: Mapping[str, LocalShard],
 ) -> None:
-    """Put back the state of an optimizer made of several."""
+    """Put back the state of an optimizer made of several; `values` are tensors and all else, by name."""
     local_parameters = _with_state_here(names, held)
     part_numbers = range(len(parts_of(optimizer)))
     owners = saved.get("owners", {})
     state: dict[int, dict[torch.nn.Parameter, dict[str, Any]]] = {}
-    for name, value in [*tensors.items(), *saved["numbers"].items()]:
-        key, _, parameter = name.removeprefix(OPTIMIZER).partition("/")
-        if not name.startswith(OPTIMIZER) or parameter not in local_parameters:
+    for name, value in values.items():
+        key, _, parameter_name = name.removeprefix(OPTIMIZER).partition("/")
+        if not name.startswith(OPTIMIZER) or parameter_name not in local_parameters:
             continue
         if owners.get(name) not in part_numbers:
             raise _other_parts(optimizer)
         states_of_part = state.setdefault(owners[name], {})
-        states_of_part.setdefault(local_parameters[parameter], {})[key] = value
+        states_of_part.setdefault(local_parameters[parameter_name], {})[key] = value
     groups = []
     for saved_group, group in zip(saved["groups"], groups_of(optimizer), strict=True):
         groups.append(_settings_of(saved_group, group))
@@ -635,6 +754,7 @@ def as_json(what: str, value: Any, with_tensors: bool = True) -> Any:
 
 
 def _number_of(value: Any) -> float:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
+    is_one = isinstance(value, torch.Tensor) and value.numel() == 1
+    if is_one or isinstance(value, numbers.Real):  # such as numpy's
+        return cast(float, value.item())
     raise TypeError("neither JSON nor a number")

@@ -23,7 +23,7 @@ from typing import Any
 
 from paceline.checkpoint.manifest import list_checkpoints
 from paceline.launch.command import STOPPED_CODE
-from paceline.launch.orphans import die_with_parent
+from paceline.launch.orphans import die_with_parent, kill_group
 from paceline.launch.process_exit import exit_process
 from paceline.nouns.errors import PacelineError
 from paceline.rendezvous.launcher_env import find_position
@@ -97,11 +97,14 @@ class JoinedRank:
         finished = self._fork(script, arguments)
         for number in _HANDED_ON:
             signal.signal(number, self._hand_on)
+        group = self.pid
         status = self._wait(wake)
         if self.left is not None and status == -signal.SIGKILL:
             status = int(self.left["exit_code"])  # of an error: after a signal a scheduler would start the job again
         if status == 0 and not _has_finished(finished):
             status = LEFT
+        if status not in (0, STOPPED_CODE):
+            kill_group(group)
         # The failure before the end: when rank 0 sees that all have ended, it reads the failures at once.
         self._write_failure(status)
         if not self.is_supervised:

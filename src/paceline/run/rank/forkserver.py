@@ -29,7 +29,7 @@ from types import MappingProxyType
 from typing import Any
 
 from paceline.launch.local import RankSettings
-from paceline.launch.orphans import die_with_parent
+from paceline.launch.orphans import die_with_parent, kill_group
 from paceline.launch.process_exit import exit_process
 from paceline.nouns import module_names
 from paceline.run.failures import LEFT
@@ -329,8 +329,7 @@ def _watch(pipes: Pipes, pids: dict[int, int], settings: RankSettings) -> None:
             content = b""
         if not content:  # the supervisor's end; by process groups, so that data loaders' workers end too
             for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
+                kill_group(pid)
             return
         *lines, rest = (rest + content).split(b"\n")
         for line in lines:
@@ -360,6 +359,8 @@ def _reap(pipes: Pipes, pids: dict[int, int], settings: RankSettings) -> None:
             can_tell = settings.is_forking or not _is_server(pids[pid], settings)
             if code == 0 and can_tell and not pipes.has_finished(pid):
                 code = LEFT
+            if code != 0:
+                kill_group(pid)
             _send(pipes.control, {"ended": pids.pop(pid), "status": code})
 
 
