@@ -27,7 +27,7 @@ from paceline.nouns.errors import MEETS_NOT, CheckpointError, ReadError
 from paceline.nouns.reading import parse_whole, read_json, shown
 
 FORMAT = "paceline-checkpoint"
-VERSION = 4  # docs/formats.md says what each version has, and what is promised
+VERSION = 5  # docs/formats.md says what each version has, and what is promised
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"  # of a run directory: the folder of its checkpoints
 # How names of tensors begin. AVERAGE: of `job.ema`; OWN: of a rank's alone.
