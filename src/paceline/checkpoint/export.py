@@ -107,8 +107,8 @@ def _tensors_of(manifest: Mapping[str, Any], report: Callable[[str], None]) -> d
     paired = [name for name, form in tensors.items() if form.stored_shape != list(form.shape)]
     if paired:
         report(
-            f"{', '.join(paired)}: complex128 is none of safetensors' dtypes, so it is written as float64, with the real "
-            "and the imaginary part in a last dimension of size 2: torch.view_as_complex takes that"
+            f"{', '.join(paired)}: complex128 is none of safetensors' dtypes, so it is written as float64, with the "
+            "real and the imaginary part in a last dimension of size 2: torch.view_as_complex takes that"
         )
     return tensors
 

@@ -225,6 +225,16 @@ def _check_dtype(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+def as_stored(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str] | None]:
+    """Return what safetensors saves of tensors, and the metadata by which `TensorFile` reads complex ones."""
+    forms = {}
+    stored = {}
+    for name, tensor in tensors.items():
+        forms[name] = TensorFormat(tuple(tensor.shape), dtype_of(tensor))
+        stored[name] = torch.view_as_real(tensor) if tensor.dtype is torch.complex128 else tensor
+    return stored, pairs_metadata(forms) or None
+
+
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy on the CPU with values of its own: a conjugate may be a mark on others'."""
     return tensor.detach().to("cpu", copy=True).contiguous().resolve_conj().resolve_neg()
@@ -239,11 +249,7 @@ def _write_rank(
 ) -> dict[str, Any]:
     """Write a rank's file; return the note that rank 0 makes the manifest of."""
     # In memory: size, hash and file are of the same bytes.
-    forms = {name: TensorFormat(tuple(tensor.shape), dtype_of(tensor)) for name, tensor in tensors.items()}
-    stored = {}
-    for name, tensor in tensors.items():
-        stored[name] = torch.view_as_real(tensor) if tensor.dtype is torch.complex128 else tensor
-    content = safetensors.torch.save(stored, pairs_metadata(forms) or None)
+    content = safetensors.torch.save(*as_stored(tensors))
     write_durably(partial / file_name(rank), content)
     entries = {}
     for name, shard_spec in shard_specs.items():

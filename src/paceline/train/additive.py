@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from paceline.comm.batch_norm import SharedForward
+from paceline.comm.dtypes import as_real, has_fractions
 from paceline.nouns.errors import LossError, PacelineError
 from paceline.nouns.workload import Workload
 from paceline.parallel.micro_batches import checked_loss
@@ -397,17 +398,18 @@ class _CopyFactory:
         return replica
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point():
+        if not has_fractions(tensor):
             return tensor.detach().clone()
-        return tensor.detach().to(self.mode.dtype, copy=True)
+        dtype = torch.promote_types(self.mode.dtype, torch.complex64) if tensor.is_complex() else self.mode.dtype
+        return tensor.detach().to(dtype, copy=True)
 
     def _moved(self, tensor: torch.Tensor, steps: torch.Generator, nudges: torch.Generator) -> torch.Tensor:
         value = self._value(tensor)
-        if not value.is_floating_point():
+        if not has_fractions(value):
             return value
         if self.mode.step:
             noise = torch.randn(value.shape, dtype=value.dtype, generator=steps).to(value.device)
-            value += noise * self.mode.step * (value.square().mean().sqrt() + _LEAST_STEP)
+            value += noise * self.mode.step * (value.abs().square().mean().sqrt() + _LEAST_STEP)
         if self.nudge:
             noise = torch.randn(value.shape, dtype=value.dtype, generator=nudges).to(value.device)
             value *= 1 + noise * self.mode.nudge * torch.finfo(value.dtype).eps
@@ -486,7 +488,7 @@ def _relative_rounding(value: Any) -> float:
 def _projected(gradient: torch.Tensor) -> tuple[float, float]:
     """Return the gradient's product with a fixed tensor, and its norm."""
     wide = gradient.to_dense() if gradient.is_sparse else gradient
-    flat = wide.detach().double().reshape(-1)
+    flat = as_real(wide.detach()).double().reshape(-1)
     # The fixed tensor is the outer product of `along` and `across`, so that it never has to be held whole.
     rows, rest = divmod(len(flat), _WIDTH)
     places = torch.arange(max(rows, _WIDTH), device=flat.device, dtype=torch.float64)
