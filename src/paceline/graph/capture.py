@@ -130,6 +130,7 @@ def capture(
         WorkloadError: the code's path depends on values, draws from Python's or numpy's random numbers, or
             replaces a buffer instead of writing into it.
     """
+    _check_not_nested(batch)
     register_fake()
     install_recording_hooks(model)
     fake = FakeTensorMode(allow_non_fake_inputs=True)  # tensors that the code makes of plain numbers are real
@@ -179,6 +180,15 @@ def capture(
         node.meta["original"] = node.name
         node.meta["module"] = captured.module_path.get(node, "")
     return captured
+
+
+def _check_not_nested(batch: Any) -> None:
+    if any(tensor.is_nested for tensor in tensors_in(batch)):
+        raise WorkloadError(
+            "to be split, the model should compute with plain tensors",
+            "the batch has a nested one, whose samples differ in size",
+            "pad the samples in the collate function, or train it by replicate or shard, which run the model's own code",
+        )
 
 
 def _trace(

@@ -302,7 +302,7 @@ def one_rounding_off(model: torch.nn.Module, epsilon: float, seed: int) -> Itera
     random = torch.Generator().manual_seed(seed)  # of its own: the model's random numbers must stay as they are
 
     def moved(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not has_fractions(value):
+        if not isinstance(value, torch.Tensor) or value.is_nested or not has_fractions(value):
             return value
         signs = _random_signs(value.shape, random)
         step = max(epsilon, torch.finfo(value.dtype).eps)
