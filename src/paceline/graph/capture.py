@@ -41,7 +41,7 @@ from paceline.graph.functional import (
     drop_unread,
     make_functional,
 )
-from paceline.graph.grouped_mm import register_fake
+from paceline.graph.grouped_mm import KnownCounts, register_fake
 from paceline.graph.kept_values import InitialState, PythonStateWatch
 from paceline.graph.own_code import NoGraphError
 from paceline.graph.own_modules import Leaks, OwnModules, kept_modules, note_written_results
@@ -187,7 +187,7 @@ def _check_not_nested(batch: Any) -> None:
         raise WorkloadError(
             "to be split, the model should compute with plain tensors",
             "the batch has a nested one, whose samples differ in size",
-            "pad the samples in the collate function, or train it by replicate or shard, which run the model's own code",
+            "pad the samples in the collate function, or train it by replicate or shard, which run the model's code",
         )
 
 
@@ -232,6 +232,7 @@ def _trace_once(
         _watched_modules(model) as entries,
         _refusals(),
         WithoutChunks() as chunks,
+        KnownCounts(),
         effects_as_written(state_by_name),
         kept_modules(model, call.own, leaks),
         _running,

@@ -581,8 +581,10 @@ def _does_not_add_up(difference: str) -> LossError:
         "the loss of a batch should be the sum of its samples' losses, so that the batch can be split",
         difference,
         "multiply a mean, or a penalty on the weights, by the weight that you return; a term that compares samples (a "
-        "contrastive loss, a router's load balance, your own batch norm) trains on one rank without micro_batch_size, "
-        "or under expert=N or context=N, whose ranks share a batch, where it is no autograd function of your own",
+        "contrastive loss, a router's load balance, your own batch norm) trains under tensor=N or pipeline=N, whose "
+        "ranks share a batch (a router's also under expert=N), and on one rank, without micro_batch_size and "
+        "micro_batches; or gather what it compares in a loop of your own: job.all_gather(embeddings, grad=True), as "
+        "docs/collectives.md shows",
     )
 
 
