@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from paceline.comm import api
+from paceline.train.grouped_float64 import grouped_products_in_float64
 
 from support.cells import compare, train, two_steps
 from support.expert_models import workload as experts
@@ -69,7 +70,8 @@ WORKLOADS = {
 
 def train_all(rank, plans):
     api.init()
-    return {name: {plan: train(make(), plan) for plan in plans} for name, make in WORKLOADS.items()}
+    with grouped_products_in_float64():
+        return {name: {plan: train(make(), plan) for plan in plans} for name, make in WORKLOADS.items()}
 
 
 @functools.cache
