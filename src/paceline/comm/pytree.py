@@ -45,7 +45,8 @@ def dense_tensors_in(value: Any) -> list[torch.Tensor]:
         if not tensor.is_nested:
             tensors.append(tensor)
         elif tensor.layout == torch.jagged:
-            made_of = (tensor.values(), tensor.offsets(), tensor.lengths())
+            jagged: Any = tensor
+            made_of = (jagged.values(), jagged.offsets(), jagged.lengths())
             tensors += [part for part in made_of if part is not None]
         else:
             tensors += tensor.unbind()
