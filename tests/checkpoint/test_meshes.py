@@ -239,8 +239,8 @@ def test_a_part_of_another_shape_than_its_placement_is_a_slip():
 
 
 def test_a_tensor_that_no_file_can_keep_is_refused(tmp_path):
-    part = LocalTensor(torch.zeros(3, dtype=torch.complex128), LocalShard(ShardSpec((3,)), (0,)))
-    with pytest.raises(CheckpointError, match=r"it is torch.complex128"):
+    part = LocalTensor(torch.empty(3, dtype=torch.float8_e8m0fnu), LocalShard(ShardSpec((3,)), (0,)))
+    with pytest.raises(CheckpointError, match=r"it is torch.float8_e8m0fnu"):
         CheckpointWriter(0, 1, print).begin(tmp_path / "saved", {"model/x": part}, {}, {**FACTS, "world_size": 1}, 0)
 
 

@@ -12,6 +12,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from paceline.checkpoint.load import read_checkpoint
@@ -52,9 +54,8 @@ def version_of(name):
 
 def copy_run(name, folder):
     """A copy of an older run in `folder`, with the file that it ran; the run directory and the file's name."""
-    file = {"loop": "older_loop.py", "kept": "older_kept.py", "values": "older_values.py"}.get(
-        name.rpartition("_")[2], "older_workload.py"
-    )
+    kind = name.partition("_")[2].partition("_")[2]
+    file = f"older_{kind or 'workload'}.py"
     for source in OLDER.glob("*.py"):  # one imports another
         shutil.copy(source, folder)
     return Path(shutil.copytree(OLDER / name, folder / "runs" / name)), file
@@ -64,6 +65,14 @@ def change(path, **values):
     """Change values of a manifest or another JSON file; a manifest's hash fits again."""
     content = {**json.loads(path.read_text()), **values}
     path.write_text(json.dumps(sealed(content) if path.name == "manifest.json" else content))
+
+
+def load_complex(file):
+    """The tensors of a file, complex ones as such."""
+    tensors = load_file(file)
+    with safe_open(file, "pt") as opened:
+        pairs = json.loads((opened.metadata() or {}).get("complex128", "[]"))
+    return {key: torch.view_as_complex(tensor) if key in pairs else tensor for key, tensor in tensors.items()}
 
 
 def test_there_is_a_run_of_every_version():
@@ -81,7 +90,7 @@ def test_every_tensor_is_read_as_it_was_saved(name):
     folder = OLDER / name / "checkpoints" / AT
     raw = {}
     for file in folder.glob("rank-*.safetensors"):
-        raw.update({key: value for key, value in load_file(file).items() if not key.startswith("own/")})
+        raw.update({key: value for key, value in load_complex(file).items() if not key.startswith("own/")})
     manifest = read_manifest(folder)
     if version_of(name) < 3:  # later, parts have names of their own
         assert {*manifest["tensors"]} == {*raw}
@@ -113,7 +122,7 @@ def test_an_older_run_goes_on_as_if_it_had_not_ended(name, tmp_path):
 @pytest.mark.parametrize("name", RUNS)
 def test_an_older_run_is_exported(name, tmp_path, capsys):
     assert main(["export", str(OLDER / name), "--to", "safetensors", str(tmp_path / "out")]) == 0
-    exported = load_file(tmp_path / "out" / "model.safetensors")
+    exported = load_complex(tmp_path / "out" / "model.safetensors")
     folder = OLDER / name / "checkpoints" / AT
     manifest = read_manifest(folder)
     _, tensors, _ = read_checkpoint(folder, 0, dict.fromkeys(manifest["tensors"]))

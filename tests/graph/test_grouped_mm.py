@@ -12,9 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.graph.capture import capture
 from paceline.graph.explain import explain
-from paceline.graph.grouped_mm import grouped_mm_of_pieces, register_fake
+from paceline.graph.grouped_mm import KnownCounts, counts, grouped_mm_of_pieces, register_fake
 from paceline.graph.layout import choose_layout
 from paceline.graph.placement import Split
+from paceline.nouns.errors import WorkloadError
 from paceline.train.grouped_float64 import grouped_products_in_float64
 
 from support.operations import piece
@@ -22,6 +23,17 @@ from support.operations import piece
 CPU = torch.device("cpu")
 ENDS = [3, 3, 8]  # the second group has no row
 ROWS, INNER, OUTER = 8, 16, 32
+
+
+def test_counts_that_the_code_asks_for_have_a_shape():
+    numbers = torch.tensor([0, 2, 2, 1])
+    with KnownCounts():
+        assert torch.bincount(numbers, minlength=4).tolist() == numbers.bincount(None, 4).tolist() == [1, 1, 2, 0]
+        assert torch.bincount(numbers, torch.ones(4), 4).tolist() == [1.0, 1.0, 2.0, 0.0]
+        with pytest.raises(WorkloadError, match=r"there are numbers up to 2\n  fix: write minlength=3"):
+            torch.bincount(numbers, minlength=2)
+    with FakeTensorMode():
+        assert counts(torch.zeros(5, dtype=torch.int64), 4).shape == (4,)
 
 
 def ends():

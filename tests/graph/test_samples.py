@@ -82,6 +82,15 @@ APART = {
     "lerp": lambda net, x: torch.lerp(x, x * 2, 0.3),
     "chunk": lambda net, x: torch.cat(x.chunk(2, -1), -1),
     "hub": lambda net, x: F.huber_loss(x, x * 0, reduction="none"),
+    "rotary": lambda net, x: torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (4, 2))) * turns()).flatten(-2),
+    "polar": lambda net, x: torch.polar(x.exp(), x).conj().imag,
+    "complex": lambda net, x: torch.complex(x, net.codes[:1, None]).angle(),
+    "fft2": lambda net, x: torch.fft.irfft2(torch.fft.rfft2(x).real + 1),
+    "stft": lambda net, x: torch.stft(x.flatten(1), 8, window=torch.ones(8).to(x), return_complex=True).abs(),
+    "dispatch": lambda net, x: torch.einsum("bsec,bsd->becd", x.unflatten(-1, (4, 2)).softmax(1), x),
+    "dots": lambda net, x: torch.einsum("...sd,...td->...st", x, x),
+    "bilinear": lambda net, x: torch.einsum("b...i,ij,b...j->b...", x, net.first.weight, x),
+    "diagonal": lambda net, x: torch.einsum("b i i -> b i", x[:, :, :4]),
 }
 TOGETHER = {
     "diff0": lambda net, x: x.diff(dim=0),
@@ -108,12 +117,23 @@ TOGETHER = {
     "tril": lambda net, x: x[:, :, :6].permute(1, 0, 2).tril().permute(1, 0, 2) * x[:, :, :6],
     "conv": lambda net, x: net.conv(x.permute(1, 2, 0)) ** 2,
     "fft0": lambda net, x: torch.fft.fft(x, dim=0).abs(),
+    "fft2": lambda net, x: torch.fft.fft2(x[:, 0]).abs(),
+    "pairs": lambda net, x: torch.view_as_complex(x[:, 0].t().contiguous().view(8, 3, 2)).abs().square(),
+    "einsum": lambda net, x: torch.einsum("b...d,a...d->ba", x, x),
+    "sum of three": lambda net, x: torch.einsum("bsd,bsd,bse", x, x, x),
+    "diagonal": lambda net, x: torch.einsum("bbs->bs", x[:, None, 0].expand(SAMPLES, SAMPLES, 8).contiguous()),
+    "other rows": lambda net, x: torch.einsum("bsd,bt->bst", x, net.codes[torch.tensor([0, 1, 2, 3, 4, 0])]),
 }
+
+
+def turns():
+    return torch.polar(torch.ones(4, 4), torch.arange(16.0).view(4, 4))
 
 
 # The others take a while in all; these were told to meet in models that people train.
 FIRST = (
     "repeat_heads", "index_table", "index_cols", "cdist", "lstm", "gru", "diff", "gconv", "pad",
+    "rotary", "dispatch", "einsum", "other rows",
     "diff0", "index", "roll0", "pad0", "tril", "scatter0",
 )  # fmt: skip
 

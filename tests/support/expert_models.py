@@ -66,8 +66,6 @@ class Counted(Mixture):
     Rows are counted before they are sorted, or after it.
     """
 
-    counts_first = True
-
     def __init__(self):
         super().__init__()
         self.bias = nn.Parameter(torch.randn(self.experts, 24) / 4)
@@ -77,9 +75,7 @@ class Counted(Mixture):
         scores = self.router(tokens).softmax(-1)
         weights, chosen = scores.topk(self.top)
         expert, order = chosen.flatten().sort(stable=True)
-        counts = F.one_hot(chosen.flatten(), self.experts).sum(0)
-        if not self.counts_first:
-            counts = torch.histc(expert.float(), self.experts, 0, self.experts - 1)
+        counts = self.count(chosen.flatten(), expert)
         ends = counts.cumsum(0).to(torch.int32)
         token = order // self.top
         made = F.gelu(F.grouped_mm(tokens.index_select(0, token), self.up, offs=ends) + self.bias[expert])
@@ -87,9 +83,23 @@ class Counted(Mixture):
         share = counts.to(scores.dtype) / len(order)
         return torch.zeros_like(tokens).index_add(0, token, made).view_as(x), (share * scores.mean(0)).sum()
 
+    def count(self, chosen, expert):
+        return F.one_hot(chosen, self.experts).sum(0)
+
 
 class CountedAfter(Counted):
-    counts_first = False
+    def count(self, chosen, expert):
+        return torch.histc(expert.float(), self.experts, 0, self.experts - 1)
+
+
+class Binned(Counted):
+    def count(self, chosen, expert):
+        return torch.bincount(chosen, minlength=self.experts)
+
+
+class BinnedAfter(Counted):
+    def count(self, chosen, expert):
+        return expert.bincount(None, self.experts)
 
 
 class Looped(nn.Module):
@@ -219,6 +229,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Any]]] = {
     "lonely": (functools.partial(Reader, Lonely), word_loss),
     "counted": (functools.partial(Balanced, Counted), balanced_loss),
     "counted_after": (functools.partial(Balanced, CountedAfter), balanced_loss),
+    "binned": (functools.partial(Balanced, Binned), balanced_loss),
+    "binned_after": (functools.partial(Balanced, BinnedAfter), balanced_loss),
     "mixtral": _of_transformers("MixtralConfig", num_local_experts=EXPERTS, output_router_logits=True),
     "qwen3_moe": _of_transformers("Qwen3MoeConfig", num_experts=EXPERTS, moe_intermediate_size=24, head_dim=4),
     "olmoe": _of_transformers("OlmoeConfig", num_experts=EXPERTS, output_router_logits=True),

@@ -424,6 +424,17 @@ class SkippingLayers(nn.Module):
         return x
 
 
+class Cplx(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 3)
+        self.w = nn.Parameter(torch.randn(9, dtype=torch.cfloat))
+
+    def forward(self, x):
+        y = torch.fft.irfft(torch.fft.rfft(self.first(x)) * self.w, n=16)
+        return self.last(y)
+
+
 UNUSUAL = {
     "ownbackward": lambda: remembers(model=OwnBackward),
     "ctc": lambda: ids_job(Heard, aligned_labels),
@@ -452,18 +463,8 @@ UNUSUAL = {
     "lambda": lambda: decoder(scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 / (1 + s))),
     "skipping": lambda: remembers(model=Skipping),
     "recurrent": lambda: remembers(model=Recurrent),
+    "complex": lambda: remembers(model=Cplx),
 }
-
-
-class Cplx(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 3)
-        self.w = nn.Parameter(torch.randn(9, dtype=torch.cfloat))
-
-    def forward(self, x):
-        y = torch.fft.irfft(torch.fft.rfft(self.first(x)) * self.w, n=16)
-        return self.last(y)
 
 
 class Rnn0(nn.Module):
@@ -487,7 +488,6 @@ class Lazy(nn.Module):
 
 REFUSED = {
     "a shared model": (lambda: remembers(model=shared), "replicate=2", "return the same parameters"),
-    "complex": (lambda: remembers(model=Cplx), "replicate=2", "is complex"),
     "float32 made in forward": (lambda: remembers(model=Rnn0), "replicate=2", "x.new_zeros"),
     "a branch by item()": (lambda: remembers(model=Touch2, loss=item_classes), "replicate=2", "for 5 samples together"),
 }

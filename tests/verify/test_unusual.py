@@ -29,7 +29,7 @@ EAGER_ONLY = (
 def plans_of(name):
     if name == "mixture":
         return "replicate=2", "tensor=2", "pipeline=2", "replicate=2,tensor=2", "shard=2"
-    if name in ("depth", "ownbackward", "ctc"):
+    if name in ("depth", "ownbackward", "ctc", "complex"):
         return "replicate=2", "tensor=2", "pipeline=2"
     if name == "skipping":
         return "replicate=2", "pipeline=2"

@@ -79,10 +79,7 @@ def plan_export(path: Path, form: str, report: Callable[[str], None], shard_byte
     inside = path / "checkpoints"
     source = find_good(inside if inside.is_dir() else path, report, fix=_NONE)
     manifest = read_manifest(source)
-    tensors = {}
-    for name, entry in manifest["tensors"].items():
-        if name.startswith(MODEL):
-            tensors[name.removeprefix(MODEL)] = TensorFormat(tuple(entry["shape"]), entry["dtype"])
+    tensors = _tensors_of(manifest, report)
     texts = {}
     if form == "hf":
         for key in CONFIGS:
@@ -99,6 +96,21 @@ def plan_export(path: Path, form: str, report: Callable[[str], None], shard_byte
             weight_map.update(dict.fromkeys(names, file))
         texts[_INDEX] = _json({"metadata": {"total_size": export.nbytes}, "weight_map": weight_map})
     return export
+
+
+def _tensors_of(manifest: Mapping[str, Any], report: Callable[[str], None]) -> dict[str, TensorFormat]:
+    """Return the model's tensors by name; say which of them can't be read as they are."""
+    tensors = {}
+    for name, entry in manifest["tensors"].items():
+        if name.startswith(MODEL):
+            tensors[name.removeprefix(MODEL)] = TensorFormat(tuple(entry["shape"]), entry["dtype"])
+    paired = [name for name, form in tensors.items() if form.stored_shape != list(form.shape)]
+    if paired:
+        report(
+            f"{', '.join(paired)}: complex128 is none of safetensors' dtypes, so it is written as float64, with the "
+            "real and the imaginary part in a last dimension of size 2: torch.view_as_complex takes that"
+        )
+    return tensors
 
 
 def check_may_export(folder: Path) -> None:
@@ -153,8 +165,8 @@ def _contents(
     for name in written_order(forms):
         form = forms[name]
         entry = manifest["tensors"][MODEL + name]
-        # Unsigned integers of the element's size: numpy has no bfloat16 or float8, and only bits are copied.
-        bits = np.dtype(f"u{form.item_bytes}")
+        # Elements as plain bytes: numpy has no bfloat16 or float8, and only bits are copied.
+        bits = np.dtype(f"V{form.item_bytes}")
         full = np.empty(form.shape, bits)
         for part, shard_spec in zip(entry["parts"], shard_specs_of(entry), strict=True):
             if part["file"] not in opened:

@@ -12,9 +12,9 @@ from paceline.checkpoint.manifest import MODEL, OWN, check_files, file_name, rea
 from paceline.checkpoint.manifest_merge import as_hex, of_hex
 from paceline.checkpoint.manifest_schema import shard_specs_of
 from paceline.checkpoint.older_manifest import NO_HASH
-from paceline.checkpoint.reshard import LocalTensor, bits_of, dtype_of, hash_of
+from paceline.checkpoint.reshard import LocalTensor, copy_common, dtype_of, hash_of
 from paceline.checkpoint.save import assigned
-from paceline.checkpoint.shard_geometry import is_needed, move
+from paceline.checkpoint.shard_geometry import is_needed
 from paceline.checkpoint.tensor_file import TensorFile, TensorFormat
 from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import CheckpointError
@@ -71,7 +71,7 @@ def _read_part(
         if is_needed(shard_spec, saved_spec):
             file = _opened(folder, files, saved["file"])
             saved_part = _mapped(file, saved["key"], saved_spec.local_shape, part.dtype)
-            move(bits_of(part), shard_spec, bits_of(saved_part), saved_spec)
+            copy_common(part, shard_spec, saved_part, saved_spec)
     return part
 
 

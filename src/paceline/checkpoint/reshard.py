@@ -52,39 +52,57 @@ def dtype_of(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of the same memory as integers: they can be copied and compared whatever the dtype."""
-    return tensor.detach().view(_BITS[tensor.element_size()])
+def bits_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return views of the same memory as integers: they can be copied and compared whatever the dtype.
+
+    One, of the tensor's shape; of complex128 one of the real parts and one of the imaginary parts, as no integer has
+    its 16 bytes.
+    """
+    values = tensor.detach()
+    if values.dtype is torch.complex128:
+        return list(torch.view_as_real(values).view(torch.int64).unbind(-1))
+    return [values.view(_BITS[values.element_size()])]
 
 
 def take(full: torch.Tensor, shard_spec: ShardSpec) -> torch.Tensor:
     """Return the part of `full` that `shard_spec` describes, as a new tensor."""
     local = torch.empty(shard_spec.local_shape, dtype=full.dtype, device=full.device)
-    move(bits_of(local), shard_spec, bits_of(full), ShardSpec(shard_spec.shape))
+    copy_common(local, shard_spec, full, ShardSpec(shard_spec.shape))
     return local
 
 
 def put(full: torch.Tensor, shard_spec: ShardSpec, local: torch.Tensor) -> None:
     """Write a part to its place in `full`."""
-    move(bits_of(full), ShardSpec(shard_spec.shape), bits_of(local), shard_spec)
+    copy_common(full, ShardSpec(shard_spec.shape), local, shard_spec)
+
+
+def copy_common(target: torch.Tensor, wanted: ShardSpec, source: torch.Tensor, held: ShardSpec) -> None:
+    """Copy the elements that both parts of a tensor have, bit for bit, from `source` to `target`."""
+    for target_bits, source_bits in zip(bits_of(target), bits_of(source), strict=True):
+        move(target_bits, wanted, source_bits, held)
 
 
 def hash_of(local: torch.Tensor, shard_spec: ShardSpec) -> Hash:
     """Return the hash of a part; those of all parts of a tensor add up to `hash_of(tensor, ShardSpec(shape))`."""
-    bits = bits_of(local)
-    sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
+    sums = torch.zeros(2, dtype=torch.int64, device=local.device)
+    for number, bits in enumerate(bits_of(local)):
+        # Imaginary parts have positions of their own, after all real ones.
+        _add_bits(sums, bits, shard_spec, number * shard_spec.numel)
+    # The one point where a GPU is waited for.
+    first, second = sums.tolist()
+    return first, second
+
+
+def _add_bits(sums: torch.Tensor, bits: torch.Tensor, shard_spec: ShardSpec, offset: int) -> None:
     strides = _strides(shard_spec.shape)
     # A part's own order of elements does not matter: each is hashed with its position in the full tensor.
     for piece in pieces(shard_spec):
-        first_position = 0  # of the piece in the full tensor, flattened
+        first_position = offset  # of the piece in the full tensor, flattened
         for (start, _), stride in zip(piece.box, strides, strict=True):
             first_position += start * stride
         window, steps = _merged(piece.of(bits, piece.inside), shard_spec.shape, strides)
         for chunk, position, chunk_steps in _chunks(window, steps, first_position):
             _add_chunk(sums, chunk, position, chunk_steps)
-    # The one point where a GPU is waited for.
-    first, second = sums.tolist()
-    return first, second
 
 
 def _strides(shape: Sequence[int]) -> list[int]:

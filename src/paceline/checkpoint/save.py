@@ -37,7 +37,7 @@ from paceline.checkpoint.manifest import (
 from paceline.checkpoint.manifest_merge import as_hex, merged_optimizer, merged_tensors
 from paceline.checkpoint.manifest_schema import fault_of_form
 from paceline.checkpoint.reshard import LocalTensor, dtype_of, hash_of
-from paceline.checkpoint.tensor_file import DTYPES
+from paceline.checkpoint.tensor_file import DTYPES, TensorFormat, pairs_metadata
 from paceline.nouns.errors import CheckpointError, ReadError, how_to_write
 from paceline.nouns.reading import COUNT, read_json
 from paceline.nouns.shard_spec import ShardSpec
@@ -108,7 +108,7 @@ class CheckpointWriter:
         tensors.update(own)
         # A copy even on the CPU: the next step changes the tensors in place. Contiguous, as safetensors wants it.
         # Training stops for this line alone.
-        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+        copies = {name: _copied(tensor) for name, tensor in tensors.items()}
         manifest = {"format": FORMAT, "version": VERSION, **metadata}
         # daemon: a job that is ended does not wait for its save; what it leaves is no checkpoint.
         self.thread = threading.Thread(
@@ -225,6 +225,21 @@ def _check_dtype(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+def as_stored(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str] | None]:
+    """Return what safetensors saves of tensors, and the metadata by which `TensorFile` reads complex ones."""
+    forms = {}
+    stored = {}
+    for name, tensor in tensors.items():
+        forms[name] = TensorFormat(tuple(tensor.shape), dtype_of(tensor))
+        stored[name] = torch.view_as_real(tensor) if tensor.dtype is torch.complex128 else tensor
+    return stored, pairs_metadata(forms) or None
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the CPU with values of its own: a conjugate may be a mark on others'."""
+    return tensor.detach().to("cpu", copy=True).contiguous().resolve_conj().resolve_neg()
+
+
 def _write_rank(
     partial: Path,
     rank: int,
@@ -234,7 +249,7 @@ def _write_rank(
 ) -> dict[str, Any]:
     """Write a rank's file; return the note that rank 0 makes the manifest of."""
     # In memory: size, hash and file are of the same bytes.
-    content = safetensors.torch.save(tensors)
+    content = safetensors.torch.save(*as_stored(tensors))
     write_durably(partial / file_name(rank), content)
     entries = {}
     for name, shard_spec in shard_specs.items():

@@ -39,7 +39,11 @@ DTYPES = {
     "float32": ("F32", 4),
     "float64": ("F64", 8),
     "complex64": ("C64", 8),
+    # The format has no such dtype: the real and the imaginary part lie in a last dimension of size 2.
+    "complex128": ("F64", 16),
 }
+_PAIRS = ("complex128",)
+PAIRS_KEY = "complex128"  # of the metadata: the names of the tensors that lie so, as a list in JSON
 _MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 METADATA = "__metadata__"  # a key of the header that is no tensor
 
@@ -60,6 +64,11 @@ class TensorFormat:
     def nbytes(self) -> int:
         """Bytes of the tensor."""
         return math.prod(self.shape) * self.item_bytes
+
+    @property
+    def stored_shape(self) -> list[int]:
+        """The shape that the file's header says."""
+        return [*self.shape, 2] if self.dtype in _PAIRS else list(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +107,8 @@ class TensorFile:
         Raises:
             CheckpointError: the header says something else of one.
         """
-        names = {code: name for name, (code, _) in DTYPES.items()}
+        names = {code: name for name, (code, _) in DTYPES.items() if name not in _PAIRS}
+        pairs = self._pairs()
         forms = {}
         for key, entry in self.header.items():
             if key == METADATA:
@@ -106,8 +116,23 @@ class TensorFile:
             dtype = names.get(str(entry.get("dtype")))
             if dtype is None or not is_shape(entry.get("shape"), DTYPES[dtype][1]):
                 raise _bad(self.path, f"its {shown(key)} is no tensor")
-            forms[key] = TensorFormat(tuple(entry["shape"]), dtype)
+            form = TensorFormat(tuple(entry["shape"]), dtype)
+            if key in pairs:
+                form = TensorFormat(form.shape[:-1], PAIRS_KEY)
+                if list(entry["shape"]) != form.stored_shape:
+                    raise _bad(self.path, f"its {shown(key)} is no tensor of complex numbers")
+            forms[key] = form
         return forms
+
+    def _pairs(self) -> set[str]:
+        """Return the names of the tensors of complex numbers that lie in a last dimension of size 2."""
+        text = self.header.get(METADATA, {}).get(PAIRS_KEY)
+        if text is None:
+            return set()
+        try:
+            return set(parse_json(text, f"its {PAIRS_KEY}", [str]))
+        except (TypeError, ValueError) as error:
+            raise _bad(self.path, f"its metadata are something else ({reason_of(error)})") from None
 
     def place(self, key: str, form: TensorFormat) -> tuple[int, int]:
         """Return the offset in the file and the elements of the tensor `key`, which must be of this form.
@@ -119,7 +144,7 @@ class TensorFile:
         name = shown(key)[1:-1]  # without the quotes
         if not isinstance(entry, dict):
             raise _bad(self.path, f"it lacks {name}")
-        if (entry.get("dtype"), entry.get("shape")) != (DTYPES[form.dtype][0], list(form.shape)):
+        if (entry.get("dtype"), entry.get("shape")) != (DTYPES[form.dtype][0], form.stored_shape):
             there = f"{shown(entry.get('dtype'))} of shape {shown(entry.get('shape'))}"
             raise _bad(self.path, f"its {name} is {there}, not {form.dtype} of shape {shown(list(form.shape))}")
         offsets: Any = entry.get("data_offsets")
@@ -138,13 +163,13 @@ def write_tensors(
     file: BinaryIO, forms: Mapping[str, TensorFormat], tensors: Iterable[tuple[str, Any]], metadata: Mapping[str, str]
 ) -> None:
     """Write a whole file; `tensors` yields names and contiguous buffers in the order of `written_order(forms)`."""
-    header: dict[str, Any] = {METADATA: dict(metadata)}
+    header: dict[str, Any] = {METADATA: {**metadata, **pairs_metadata(forms)}}
     offset = 0
     for name in written_order(forms):
         form = forms[name]
         header[name] = {
             "dtype": DTYPES[form.dtype][0],
-            "shape": list(form.shape),
+            "shape": form.stored_shape,
             "data_offsets": [offset, offset + form.nbytes],
         }
         offset += form.nbytes
@@ -153,6 +178,12 @@ def write_tensors(
     file.write(len(text).to_bytes(8, "little") + text)
     for _, content in tensors:
         file.write(content)
+
+
+def pairs_metadata(forms: Mapping[str, TensorFormat]) -> dict[str, str]:
+    """Return what a file's metadata say of tensors whose complex numbers lie in a last dimension of size 2."""
+    names = sorted(name for name, form in forms.items() if form.dtype in _PAIRS)
+    return {PAIRS_KEY: json.dumps(names)} if names else {}
 
 
 def written_order(forms: Mapping[str, TensorFormat]) -> Iterator[str]:

@@ -43,9 +43,24 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return tensors
 
 
+def dense_tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return every tensor in `value`; of a nested one what it is made of: its values, and where its rows begin."""
+    tensors: list[torch.Tensor] = []
+    for tensor in tensors_in(value):
+        if not tensor.is_nested:
+            tensors.append(tensor)
+        elif tensor.layout == torch.jagged:
+            jagged: Any = tensor
+            made_of = (jagged.values(), jagged.offsets(), jagged.lengths())
+            tensors += [part for part in made_of if part is not None]
+        else:
+            tensors += tensor.unbind()
+    return tensors
+
+
 def signature(value: Any) -> Hashable:
     """Return a key that is equal for two batches that one graph can serve: same shapes, dtypes and plain values."""
-    shapes = tuple((tuple(t.shape), t.dtype, t.device) for t in tensors_in(value))
+    shapes = tuple((tuple(t.shape), t.dtype, t.device) for t in dense_tensors_in(value))
     return shapes, plain_values(value)
 
 

@@ -41,7 +41,7 @@ from paceline.graph.functional import (
     drop_unread,
     make_functional,
 )
-from paceline.graph.grouped_mm import register_fake
+from paceline.graph.grouped_mm import KnownCounts, register_fake
 from paceline.graph.kept_values import InitialState, PythonStateWatch
 from paceline.graph.own_code import NoGraphError
 from paceline.graph.own_modules import Leaks, OwnModules, kept_modules, note_written_results
@@ -130,6 +130,7 @@ def capture(
         WorkloadError: the code's path depends on values, draws from Python's or numpy's random numbers, or
             replaces a buffer instead of writing into it.
     """
+    _check_not_nested(batch)
     register_fake()
     install_recording_hooks(model)
     fake = FakeTensorMode(allow_non_fake_inputs=True)  # tensors that the code makes of plain numbers are real
@@ -181,6 +182,15 @@ def capture(
     return captured
 
 
+def _check_not_nested(batch: Any) -> None:
+    if any(tensor.is_nested for tensor in tensors_in(batch)):
+        raise WorkloadError(
+            "to be split, the model should compute with plain tensors",
+            "the batch has a nested one, whose samples differ in size",
+            "pad the samples in the collate function, or train it by replicate or shard, which run the model's code",
+        )
+
+
 def _trace(
     call: _TracedCall, device: torch.device, fake: FakeTensorMode
 ) -> tuple[fx.GraphModule, list[tuple[int, str]]]:
@@ -222,6 +232,7 @@ def _trace_once(
         _watched_modules(model) as entries,
         _refusals(),
         WithoutChunks() as chunks,
+        KnownCounts(),
         effects_as_written(state_by_name),
         kept_modules(model, call.own, leaks),
         _running,

@@ -24,6 +24,7 @@ from paceline.graph.rules import spec_of
 
 aten = torch.ops.aten
 PRODUCT = aten._grouped_mm.default
+COUNTS = torch.ops.paceline.counts.default  # of `grouped_mm.counts`
 _SORTS = (aten.sort.default, aten.sort.stable)
 _ARGSORTS = (aten.argsort.default, aten.argsort.stable)
 _CASTS = (aten.to.dtype, aten._to_copy.default, aten.to.device, aten.to.dtype_layout, aten.clone.default,
@@ -372,7 +373,7 @@ class _Trace:
 def _counted_experts(counts: fx.Node) -> fx.Node | None:
     """Return the numbers of experts that a node counts; None for another node."""
     inputs = tensor_inputs(counts) if counts.op == "call_function" else []
-    if counts.target is aten.bincount.default and len(inputs) == 1:
+    if counts.target is COUNTS and len(inputs) == 1:
         return inputs[0]
     if counts.target is aten.histc.default:
         bins, first, last = (argument(counts, place, name, 0) for place, name in enumerate(("bins", "min", "max"), 1))

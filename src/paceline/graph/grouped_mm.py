@@ -1,4 +1,4 @@
-"""torch's products of groups of rows, each with a matrix of its own, on fake tensors of any dtype.
+"""torch's products of groups of rows, each with a matrix of its own, and counts of rows, on fake tensors.
 
 Mixtures of experts are computed so: rows that are sorted by expert, and a weight of shape (experts, in, out). torch's
 own fake of `aten._grouped_mm` takes bf16 alone, while its kernels take float32 and fp16 too; and its counter of
@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+from paceline.nouns.errors import WorkloadError
 
 aten = torch.ops.aten
 _ALIGNED_BYTES = 16  # of the kernels' rows
@@ -47,6 +50,37 @@ def _operations(left: Any, right: Any, *arguments: Any, out_shape: Any = None, *
         return int(2 * math.prod(left) * right[1])
     rows = left[-2] * (left[0] if len(left) == len(right) == 3 else 1)
     return int(2 * rows * left[-1] * right[-1])
+
+
+@torch.library.custom_op("paceline::counts", mutates_args=())
+def counts(numbers: torch.Tensor, length: int) -> torch.Tensor:
+    """Count how often each number below `length` is there."""
+    result = torch.bincount(numbers, minlength=length)
+    if len(result) > length:  # the graph that this is part of is one of shapes
+        raise WorkloadError(
+            "to be split, a model that calls torch.bincount should count as many numbers as it asks for",
+            f"minlength is {length}, and there are numbers up to {len(result) - 1}",
+            f"write minlength={len(result)} or more, or train it by replicate or shard",
+        )
+    return result
+
+
+@counts.register_fake
+def _(numbers: torch.Tensor, length: int) -> torch.Tensor:
+    return numbers.new_empty(length, dtype=torch.int64)
+
+
+class KnownCounts(TorchFunctionMode):
+    """Trace counts of which the code says how many there are, as of experts, as an operation of that shape."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = dict(kwargs or {})
+        if func in (torch.bincount, torch.Tensor.bincount):
+            given = {**dict(zip(("input", "weights", "minlength"), args, strict=False)), **named}
+            given.setdefault("input", given.pop("self", None))
+            if given.get("weights") is None and given.get("minlength", 0) > 0:
+                return counts(given["input"], given["minlength"])
+        return func(*args, **named)
 
 
 @functools.cache

@@ -24,7 +24,8 @@ _PROBE_BASE = 2**20  # far from what an operation fills up with
 # Mix along the dimensions that their argument `dim` or `dims` names, and keep the others where they are.
 _ALONG = frozenset((
     "argsort", "cummax", "cummin", "cumprod", "cumsum", "diff", "fft_fft", "fft_fft2", "fft_fftn", "fft_ifft",
-    "fft_ifft2", "fft_ifftn", "fft_irfft", "fft_rfft", "flip", "glu", "index_select", "logcumsumexp", "msort",
+    "fft_fftshift", "fft_hfft", "fft_ifft2", "fft_ifftn", "fft_ifftshift", "fft_ihfft", "fft_irfft", "fft_irfft2",
+    "fft_irfftn", "fft_rfft", "fft_rfft2", "fft_rfftn", "flip", "glu", "index_select", "logcumsumexp", "msort",
     "roll", "sort", "topk", "kthvalue", "max", "min", "median", "mode", "argmax", "argmin", "amax", "amin", "prod",
     "any", "all", "var", "std", "var_mean", "std_mean", "logsumexp", "norm", "linalg_vector_norm", "mean",
     "nanmean", "nansum", "count_nonzero",
@@ -37,6 +38,11 @@ _BY_ROW = frozenset((
     "adaptive_max_pool2d", "max_pool1d_with_indices", "max_pool2d_with_indices", "adaptive_max_pool3d",
     "instance_norm", "im2col", "grid_sampler", "grid_sampler_2d",
 ))  # fmt: skip
+# Compute each complex number by itself, or of one of its parts.
+_OF_EACH_NUMBER = (
+    aten.real.default, aten.imag.default, aten.conj.default, aten._conj.default, aten.conj_physical.default,
+    aten._conj_physical.default, aten.resolve_conj.default, aten.resolve_neg.default, aten.angle.default,
+)  # fmt: skip
 # Move elements and compute nothing.
 _MOVES = frozenset((
     "movedim", "moveaxis", "swapaxes", "swapdims", "atleast_1d", "atleast_2d", "atleast_3d", "repeat", "tile",
@@ -294,6 +300,57 @@ def _expanded(node: fx.Node, now: Sequence[Any], samples: int) -> Samples:
     return _everywhere(node, Split(dim, blocks.pop()))
 
 
+def _of_pairs(node: fx.Node, now: Sequence[Any], samples: int) -> Samples:
+    """Place the samples of complex numbers that are pairs along the last dimension, or are made such pairs."""
+    is_last = now[0] is not None and now[0].dim == len(shape_of(tensor_inputs(node)[0])) - 1
+    return None if is_last and node.target is aten.view_as_complex.default else now[0]
+
+
+def _windows(node: fx.Node, now: Sequence[Any], samples: int) -> Samples:
+    """Place the samples of spectra of windows, (samples, time): each row is cut by itself."""
+    is_batch = now[0] == Split(0, (samples,)) and len(shape_of(tensor_inputs(node)[0])) > 1
+    return now[0] if is_batch and all(placement is None for placement in now[1:]) else None
+
+
+def _einsum(node: fx.Node, now: Sequence[Any], samples: int) -> Samples:
+    """Place the samples of `einsum`: one letter of all inputs that have them, and of the result."""
+    inputs = tensor_inputs(node)
+    terms, result = _letters_of(str(node.args[0]), [len(shape_of(source)) for source in inputs])
+    letters = set()
+    blocks = set()
+    for term, placement in zip(terms, now, strict=True):
+        if placement is not None:
+            letters.add(term[placement.dim])
+            blocks.add(placement.blocks)
+    if len(letters) != 1 or len(blocks) != 1:
+        return None
+    letter = letters.pop()
+    for term, placement, source in zip(terms, now, inputs, strict=True):
+        sizes = [size for name, size in zip(term, shape_of(source), strict=True) if name == letter]
+        # Twice in one input is a diagonal; elsewhere they are rows of which it is not known whose they are.
+        if len(sizes) > 1 or (placement is None and sizes not in ([], [1])):
+            return None
+    return Split(result.index(letter), blocks.pop()) if letter in result else None
+
+
+def _letters_of(equation: str, ranks: list[int]) -> tuple[list[list[str]], list[str]]:
+    """Return the letters of each input's dimensions, and of the result's; an ellipsis gives numbers, from the right."""
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    rest = []
+    terms = []
+    for term, rank in zip(left.split(","), ranks, strict=True):
+        before, dots, after = term.partition("...")
+        count = rank - len(before) - len(after) if dots else 0
+        rest.append(count)
+        terms.append([*before, *map(str, range(count - 1, -1, -1)), *after])
+    outer = list(map(str, range(max(rest) - 1, -1, -1)))
+    if not arrow:  # every letter that is there once, in the order of the alphabet
+        every = [letter for term in left.replace("...", "").split(",") for letter in term]
+        return terms, [*outer, *sorted(letter for letter in set(every) if every.count(letter) == 1)]
+    before, dots, after = right.partition("...")
+    return terms, [*before, *(outer if dots else []), *after]
+
+
 _RULES: dict[Any, Callable[[fx.Node, Sequence[Any], int], Samples]] = {
     **dict.fromkeys(_RECURRENT, _recurrent),
     aten.index.Tensor: _index,
@@ -302,4 +359,13 @@ _RULES: dict[Any, Callable[[fx.Node, Sequence[Any], int], Samples]] = {
     aten.bucketize.Tensor: _element_by_element,
     aten.expand_as.default: _expanded,
     aten.broadcast_tensors.default: _expanded,
+    aten.polar.default: _expanded,
+    aten.complex.default: _expanded,
+    **dict.fromkeys(_OF_EACH_NUMBER, _element_by_element),
+    aten.view_as_complex.default: _of_pairs,
+    aten.view_as_real.default: _of_pairs,
+    aten.stft.default: _windows,
+    aten.stft.center: _windows,
+    aten.istft.default: _windows,
+    aten.einsum.default: _einsum,
 }

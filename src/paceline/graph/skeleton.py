@@ -15,7 +15,7 @@ def skeleton(model: torch.nn.Module, dtype: torch.dtype | None = None) -> torch.
 
     Args:
         model: its tensors may hold values or not.
-        dtype: of floating-point tensors, where it is to change.
+        dtype: of floating-point tensors, where it is to change; complex ones get the complex dtype of its digits.
 
     Raises:
         WorkloadError: a module holds something that can't be copied.
@@ -25,6 +25,8 @@ def skeleton(model: torch.nn.Module, dtype: torch.dtype | None = None) -> torch.
         new_dtype = tensor.dtype
         if dtype is not None and tensor.is_floating_point():
             new_dtype = dtype
+        if dtype is not None and tensor.is_complex():
+            new_dtype = torch.promote_types(dtype, tensor.dtype)
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=new_dtype, device="meta")
 
     # `deepcopy` looks here first, by identity: it takes these and copies no values.

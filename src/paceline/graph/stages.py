@@ -113,6 +113,20 @@ def owners_of(captured: Captured, stages: Mapping[fx.Node, int]) -> Owners:
 
 def computed_anew(captured: Captured) -> set[fx.Node]:
     """Return the nodes that depend on the batch, plain numbers and unwritten buffers alone, and draw nothing."""
+    groups = written_groups(captured.graph)
+    sent: set[int] = set()  # memory whose content is sent to other stages, and not computed anew
+    while True:
+        plain = _plain_nodes(captured, groups, sent)
+        # What shares written memory with an operation that is not computed anew runs in one stage with it, and so does
+        # whatever reads that memory: its content depends on more than the node that made it.
+        mixed = {shared for node, shared in groups.items() if node not in plain}
+        if mixed <= sent:
+            return plain
+        sent |= mixed
+
+
+def _plain_nodes(captured: Captured, groups: Mapping[fx.Node, int], sent: set[int]) -> set[fx.Node]:
+    """Return the nodes that every stage can compute, without those that lie in memory which is sent."""
     written = _written_memory(captured)
     # Every rank of the pipeline has the batch and all unwritten buffers, so these values need no message.
     plain: set[fx.Node] = set(captured.inputs)
@@ -122,15 +136,11 @@ def computed_anew(captured: Captured) -> set[fx.Node]:
     for node in captured.graph.nodes:
         is_plain = node.op == "get_attr"
         # A second draw would give other numbers: what draws runs in one stage, and its result is sent.
-        if node.op == "call_function" and not _draws(node):
+        if node.op == "call_function" and groups.get(node) not in sent and not _draws(node):
             is_plain = plain.issuperset(node.all_input_nodes)
         if is_plain:
             plain.add(node)
-    # What shares written memory with an operation that is not computed anew runs in one stage with it.
-    groups = written_groups(captured.graph)
-    mixed = {shared for node, shared in groups.items() if node not in plain}
-    tied = {node for node in plain if node.op == "call_function" and groups.get(node) in mixed}
-    return plain - tied
+    return plain
 
 
 def _written_memory(captured: Captured) -> set[int | None]:
@@ -310,17 +320,32 @@ def _by_owner(captured: Captured, nodes: list[fx.Node], owners: Mapping[str, Seq
     for name, state in captured.states.items():
         if name in owners:
             holders[state] = owners[name]
+    index_of = {node: index for index, node in enumerate(nodes)}
+    groups = _tied_together(captured, index_of)
+    earliest = [0] * len(nodes)
+    while True:
+        before = list(earliest)
+        _move_behind_inputs(nodes, holders, earliest)
+        for members in groups:
+            together = max(earliest[index] for index in members)
+            for index in members:
+                earliest[index] = together
+        if earliest == before:
+            return dict(zip(nodes, earliest, strict=True))
+
+
+def _move_behind_inputs(nodes: list[fx.Node], holders: Mapping[fx.Node, Sequence[int]], earliest: list[int]) -> None:
+    """Raise the stage of each node to the earliest in which its inputs and states are there."""
     stages: dict[fx.Node, int] = {}
-    for node in nodes:
+    for index, node in enumerate(nodes):
         sources = node.all_input_nodes
-        earliest = max((stages.get(source, 0) for source in sources), default=0)
+        stage = max([earliest[index], *(stages.get(source, 0) for source in sources)])
         for source in sources:
             if source in holders:
-                reachable = [stage for stage in holders[source] if stage >= earliest]
-                holder = min(reachable, default=max(holders[source]))
-                earliest = max(earliest, holder)
-        stages[node] = earliest
-    return stages
+                reachable = [holder for holder in holders[source] if holder >= stage]
+                stage = max(stage, min(reachable, default=max(holders[source])))
+        stages[node] = stage
+        earliest[index] = stage
 
 
 def _cuts(captured: Captured, nodes: list[fx.Node], count: int) -> list[int]:

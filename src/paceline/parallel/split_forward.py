@@ -25,6 +25,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from paceline.comm.batch_norm import SharedStatistics
 from paceline.comm.collectives import AxisComm
 from paceline.comm.differentiable import Exchanges, take_piece
+from paceline.comm.dtypes import as_real
 from paceline.comm.pytree import map_tensors, signature, tensors_in
 from paceline.graph.placement import Split
 from paceline.nouns.errors import CollectiveError, PlanError, WorkloadError
@@ -483,7 +484,7 @@ def _digest_of(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.T
     """Return a number of the values of some tensors, without waiting for a GPU."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for tensor in tensors:
-        real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+        real = as_real(tensor.detach())
         if real.is_floating_point():  # sums of numbers of both signs would be rounding alone
             value = torch.linalg.vector_norm(real, 1, dtype=torch.float64)
         else:

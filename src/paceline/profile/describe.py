@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from paceline.comm.dtypes import widen
 from paceline.launch.process_exit import exit_process
 from paceline.nouns.errors import PacelineError
 from paceline.nouns.mesh import GRAPH_AXES, Mesh
@@ -58,7 +59,7 @@ def describe(workload: Workload, plan: Plan | None = None, place: int = 0, data_
     mesh = Mesh.parse(plan.mesh) if plan is not None else Mesh.parse("replicate=1")
     model = made_without_values(workload)
     if workload.precision == "float64":
-        model = model.double()
+        model = widen(model)
     # Frozen parameters get no gradients, so nothing of them is summed; `shard` and `tensor` still hold and gather them.
     sparse = sparse_names(model)
     parameters, frozen = [], []

@@ -339,10 +339,16 @@ def laid_out(
 def _entry(name: str, tensor: torch.Tensor, group: int) -> Entry:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in BYTES:
+        fix = "use one of these"
+        if tensor.is_complex():
+            fix = (
+                "hold its real and imaginary parts in one real parameter (torch.view_as_complex of it computes the "
+                "same), or train it by replicate or shard"
+            )
         raise PlanError(
             f"can't keep {name} on a parameter server",
             f"it is of {dtype}",
-            f"servers keep {', '.join(BYTES)}; use one of these",
+            f"servers keep {', '.join(BYTES)}; {fix}",
         )
     return Entry(name, tuple(tensor.shape), dtype, group)
 

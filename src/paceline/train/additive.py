@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from paceline.comm.batch_norm import SharedForward
+from paceline.comm.dtypes import as_real, has_fractions
 from paceline.nouns.errors import LossError, PacelineError
 from paceline.nouns.workload import Workload
 from paceline.parallel.micro_batches import checked_loss
@@ -397,17 +398,18 @@ class _CopyFactory:
         return replica
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point():
+        if not has_fractions(tensor):
             return tensor.detach().clone()
-        return tensor.detach().to(self.mode.dtype, copy=True)
+        dtype = torch.promote_types(self.mode.dtype, torch.complex64) if tensor.is_complex() else self.mode.dtype
+        return tensor.detach().to(dtype, copy=True)
 
     def _moved(self, tensor: torch.Tensor, steps: torch.Generator, nudges: torch.Generator) -> torch.Tensor:
         value = self._value(tensor)
-        if not value.is_floating_point():
+        if not has_fractions(value):
             return value
         if self.mode.step:
             noise = torch.randn(value.shape, dtype=value.dtype, generator=steps).to(value.device)
-            value += noise * self.mode.step * (value.square().mean().sqrt() + _LEAST_STEP)
+            value += noise * self.mode.step * (value.abs().square().mean().sqrt() + _LEAST_STEP)
         if self.nudge:
             noise = torch.randn(value.shape, dtype=value.dtype, generator=nudges).to(value.device)
             value *= 1 + noise * self.mode.nudge * torch.finfo(value.dtype).eps
@@ -486,7 +488,7 @@ def _relative_rounding(value: Any) -> float:
 def _projected(gradient: torch.Tensor) -> tuple[float, float]:
     """Return the gradient's product with a fixed tensor, and its norm."""
     wide = gradient.to_dense() if gradient.is_sparse else gradient
-    flat = wide.detach().double().reshape(-1)
+    flat = as_real(wide.detach()).double().reshape(-1)
     # The fixed tensor is the outer product of `along` and `across`, so that it never has to be held whole.
     rows, rest = divmod(len(flat), _WIDTH)
     places = torch.arange(max(rows, _WIDTH), device=flat.device, dtype=torch.float64)
@@ -579,8 +581,10 @@ def _does_not_add_up(difference: str) -> LossError:
         "the loss of a batch should be the sum of its samples' losses, so that the batch can be split",
         difference,
         "multiply a mean, or a penalty on the weights, by the weight that you return; a term that compares samples (a "
-        "contrastive loss, a router's load balance, your own batch norm) trains on one rank without micro_batch_size, "
-        "or under expert=N or context=N, whose ranks share a batch, where it is no autograd function of your own",
+        "contrastive loss, a router's load balance, your own batch norm) trains under tensor=N or pipeline=N, whose "
+        "ranks share a batch (a router's also under expert=N), and on one rank, without micro_batch_size and "
+        "micro_batches; or gather what it compares in a loop of your own: job.all_gather(embeddings, grad=True), as "
+        "docs/collectives.md shows",
     )
 
 

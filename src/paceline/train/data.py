@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from paceline.comm.pytree import map_tensors, plain_values, signature, tensors_in
+from paceline.comm.pytree import dense_tensors_in, map_tensors, plain_values, signature, tensors_in
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.order import DataOrder, cut, share
@@ -211,7 +211,7 @@ class RankLoader:
             return Trial(sizes, [batch, *parts])
         # Padding, or something drawn for each batch, differs: cut the parts out of the batch, along dimension 0.
         for tensor in tensors_in(batch):
-            if not tensor.dim() or len(tensor) != sum(sizes):
+            if tensor.is_nested or not tensor.dim() or len(tensor) != sum(sizes):
                 return None
         plain = plain_values(batch)
         if any(plain_values(part) != plain for part in parts):  # a number of samples, their names
@@ -293,7 +293,21 @@ class _Pieces:
 
 def _sample_shapes(batch: Any) -> list[tuple[int, ...]]:
     """Return the shape of one sample in each of the batch's tensors."""
-    return [tuple(tensor.shape[1:]) for tensor in tensors_in(batch)]
+    return [_sample_shape(tensor) for tensor in tensors_in(batch)]
+
+
+def _sample_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return a sample's shape; -1 where each of a nested tensor has its own size, and nothing is padded."""
+    if not tensor.is_nested:
+        return tuple(tensor.shape[1:])
+    sizes = []
+    for dim in range(1, tensor.dim()):
+        try:
+            size = tensor.size(dim)
+        except RuntimeError:  # of the layout strided
+            size = -1
+        sizes.append(size if type(size) is int else -1)
+    return tuple(sizes)
 
 
 def _collate_twice(collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[Any, bool]:
@@ -312,7 +326,7 @@ def _collate_twice(collate: Callable[[list[Any]], Any], samples: list[Any]) -> t
 def _is_equal(batch: Any, other: Any) -> bool:
     if signature(batch) != signature(other):
         return False
-    pairs = zip(tensors_in(batch), tensors_in(other), strict=True)
+    pairs = zip(dense_tensors_in(batch), dense_tensors_in(other), strict=True)
     return all(torch.equal(tensor, counterpart) for tensor, counterpart in pairs)
 
 

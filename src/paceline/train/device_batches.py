@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from paceline.comm.dtypes import wide_dtype
 from paceline.comm.pytree import map_tensors
 from paceline.train.data_workers import AtHand
 
@@ -36,8 +37,7 @@ def moved(batch: Any, device: torch.device, to_float64: bool) -> Any:
     """Return `batch` with its tensors on `device`; floating ones in float64 if `to_float64`."""
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
-        is_widened = to_float64 and tensor.is_floating_point()
-        return tensor.to(device, torch.float64 if is_widened else None, non_blocking=True)
+        return tensor.to(device, wide_dtype(tensor.dtype) if to_float64 else None, non_blocking=True)
 
     return map_tensors(batch, move)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from paceline.comm.dtypes import widen
 from paceline.nouns.decoding import Decoding
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.parts import shown
@@ -141,7 +142,7 @@ def _made(job: Job, asked: str, fix: str) -> nn.Module:
             f"write model=lambda: Model(...): {fix}",
         )
     model = model.to(job.device)
-    return model.double() if job.workload.precision == "float64" else model
+    return widen(model) if job.workload.precision == "float64" else model
 
 
 def _ranks(job: Job) -> Ranks:

@@ -16,6 +16,7 @@ import torch
 
 from paceline.comm.batch_norm import SharedStatistics, share_statistics
 from paceline.comm.collectives import AxisComm
+from paceline.comm.dtypes import checksum
 from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.nouns.mesh import GRAPH_AXES, Mesh
 from paceline.nouns.plan import Plan
@@ -291,7 +292,7 @@ def _dtype(workload: Workload) -> torch.dtype | None:
 
 
 def _digest(tensor: torch.Tensor) -> float:
-    return float(tensor.detach().double().sum()) + tensor.numel()
+    return float(checksum(tensor)) + tensor.numel()
 
 
 def _check_same_everywhere(digests: list[float], comm: AxisComm) -> None:

@@ -13,6 +13,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 from paceline.checkpoint.manifest import CHECKPOINTS, MANIFEST, remove_partial_in, try_writing
 from paceline.comm.collectives import AxisComm
+from paceline.comm.dtypes import wide_dtype, widen
 from paceline.nouns.errors import CheckpointError, PeerLostError, PlanError, WorkloadError, how_to_write
 from paceline.nouns.mesh import CUTTING_AXES, GRAPH_AXES, Mesh
 from paceline.nouns.plan import Plan
@@ -114,7 +115,7 @@ def make_model(workload: Workload, device: torch.device, comm: AxisComm) -> torc
     check_same_model_everywhere(model, comm)
     model = model.to(device)
     if workload.precision == "float64":
-        model.double()  # `to` would make real numbers of complex ones
+        widen(model)
     return model.train()  # type: ignore[no-any-return]
 
 
@@ -127,12 +128,12 @@ def make_model_without_values(workload: Workload) -> torch.nn.Module:
     model = workload.model()
     check_model(model)
     if workload.precision == "float64":
-        _widen(model)
+        _widen_fakes(model)
     return model.train()  # type: ignore[no-any-return]
 
 
-def _widen(model: Any) -> None:
-    """Do what `Module.double` does: that can't put another tensor in a fake one's place."""
+def _widen_fakes(model: Any) -> None:
+    """Do what `widen` does, which can't put another tensor in a fake one's place."""
     wide = {id(tensor): _widened(tensor) for tensor in [*model.parameters(), *model.buffers()]}  # tied tensors: once
     for module in model.modules():
         for slots in (module._parameters, module._buffers):
@@ -142,7 +143,7 @@ def _widen(model: Any) -> None:
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    value = tensor.detach().double() if tensor.is_floating_point() else tensor
+    value = tensor.detach().to(wide_dtype(tensor.dtype))
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(value, tensor.requires_grad)
     return value

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+from paceline.comm.dtypes import has_fractions, wide_dtype
+
+_NARROW = (torch.float32, torch.bfloat16, torch.float16, torch.complex64)
 # A possible value of each distribution, often its middle, from the parameters of the operation.
 _CONSTANTS: dict[str, Callable[[dict[str, Any]], float]] = {
     "bernoulli": lambda given: 1.0,
@@ -90,18 +92,18 @@ def _constant(name: str, given: dict[str, Any], result: Any) -> Any:
 
 
 def _widened(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with narrower floats as float64; where a tensor is written into, in its dtype."""
+    """Return the arguments with narrower numbers as wide ones; where a tensor is written into, in its dtype."""
     if kwargs.get("dtype") in _NARROW:
-        kwargs = {**kwargs, "dtype": torch.float64}
-    dtypes = {tensor.dtype for tensor in _tensors(args) if tensor.is_floating_point()}
-    # One dtype needs nothing; for two, many operations raise.
+        kwargs = {**kwargs, "dtype": wide_dtype(kwargs["dtype"])}
+    # The digits of each part of complex numbers: one number of digits needs nothing; for two, many operations raise.
+    dtypes = {tensor.dtype.to_real() for tensor in _tensors(args) if has_fractions(tensor)}
     if len(dtypes) < 2 or torch.float64 not in dtypes or func is torch.ops.aten.copy_.default:
         return args, kwargs
     target = torch.float64
     if func._schema.is_mutable and isinstance(args[0], torch.Tensor):
-        target = args[0].dtype
-    if not target.is_floating_point:
-        return args, kwargs
+        if not has_fractions(args[0]):
+            return args, kwargs
+        target = args[0].dtype.to_real()
     return tuple(_cast(argument, target) for argument in args), kwargs
 
 
@@ -116,8 +118,8 @@ def _tensors(args: tuple[Any, ...]) -> list[torch.Tensor]:
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_cast(item, dtype) for item in value)
-    if isinstance(value, torch.Tensor) and value.is_floating_point():
-        return value.to(dtype)
+    if isinstance(value, torch.Tensor) and has_fractions(value):
+        return value.to(torch.promote_types(dtype, torch.complex64) if value.is_complex() else dtype)
     return value
 
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.checkpoint.manifest import MODEL
-from paceline.checkpoint.reshard import LocalTensor, bits_of
-from paceline.checkpoint.shard_geometry import move
+from paceline.checkpoint.reshard import LocalTensor, bits_of, copy_common
 from paceline.comm.collectives import AxisComm
 from paceline.nouns.shard_spec import ShardSpec
 from paceline.train import snapshot
@@ -26,13 +25,15 @@ def put_together(whole: torch.Tensor, part: LocalTensor | None, comm: AxisComm) 
         part: this rank's, or None.
         comm: all ranks.
     """
-    sent = torch.zeros_like(bits_of(whole))
+    for bits in bits_of(whole):
+        bits.zero_()
     # Of the holders of a part the first sends it: zeros of all others leave its bits as they are.
     if part is not None and part.held.holders[0] == comm.peers[comm.rank]:
-        move(sent, ShardSpec(tuple(whole.shape)), bits_of(part.tensor), part.held.shard_spec)
-    wide = sent.to(torch.int64)  # not every transport adds up narrow numbers
-    comm.all_reduce(wide)
-    bits_of(whole).copy_(wide)
+        copy_common(whole, ShardSpec(tuple(whole.shape)), part.tensor, part.held.shard_spec)
+    for bits in bits_of(whole):
+        wide = bits.to(torch.int64, copy=True).contiguous()  # not every transport adds up narrow numbers
+        comm.all_reduce(wide)
+        bits.copy_(wide)
 
 
 def whole_state(job: Job, prefix: str, wants: Callable[[str], bool]) -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load_file
+from safetensors import safe_open
 
 from paceline.nouns.shard_spec import FLAT, ShardSpec
 
@@ -82,7 +82,7 @@ class Reference:
     def read(cls, folder: Path, precision: str) -> Reference:
         """Read what `reference.py` wrote."""
         facts = json.loads((folder / f"reference-{precision}.json").read_text())
-        tensors = load_file(folder / f"reference-{precision}.safetensors")
+        tensors = read_arrays(folder / f"reference-{precision}.safetensors")
         return cls(tensors, facts.pop("noise"), facts, precision, facts.pop("turned"))
 
 
@@ -112,10 +112,20 @@ def read_ranks(folder: Path, run: str, ranks: int) -> list[RankResult]:
     """Read the results of a run's ranks."""
     results = []
     for rank in range(ranks):
-        tensors = load_file(folder / f"{run}-{rank}.safetensors")
+        tensors = read_arrays(folder / f"{run}-{rank}.safetensors")
         facts = json.loads((folder / f"{run}-{rank}.json").read_text())
         results.append(RankResult(rank, tensors, facts))
     return results
+
+
+def read_arrays(path: Path) -> dict[str, Array]:
+    """Read the tensors of a file that `reference_step.save_tensors` wrote."""
+    with safe_open(path, "numpy") as file:
+        pairs = json.loads((file.metadata() or {}).get("complex128", "[]"))
+        arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no dict
+    for key in pairs:
+        arrays[key] = arrays[key].view("c16")[..., 0]
+    return arrays
 
 
 def split_key(key: str) -> tuple[int, str, str, str]:
@@ -224,9 +234,9 @@ def largest_difference(reference: Reference, ranks: list[RankResult]) -> float:
             step, kind, name, _ = split_key(key)
             if kind == "parameter" and step == last_step and key in reference.tensors:
                 # In float64, whatever the tensors' dtype: sums of many float32 squares lose digits.
-                expected = take(reference.tensors[key], result.shard_spec(name)).astype("f8")
-                squared_error += float(((actual.astype("f8") - expected) ** 2).sum())
-                squared_norm += float((expected * expected).sum())
+                expected = take(reference.tensors[key], result.shard_spec(name)).astype(_wide(actual))
+                squared_error += float((np.abs(actual.astype(_wide(actual)) - expected) ** 2).sum())
+                squared_norm += float((np.abs(expected) ** 2).sum())
         if squared_norm:
             worst = max(worst, (squared_error / squared_norm) ** 0.5)
     return worst
@@ -256,7 +266,7 @@ def bound_of(reference: Reference, key: str, largest: Mapping[tuple[int, str], f
 def _largest_finite(values: Array) -> float:
     """Return the largest finite absolute value; 0 if there is none."""
     finite = values
-    if values.dtype.kind == "f":
+    if values.dtype.kind in "fc":
         finite = values[np.isfinite(values)]
     if not finite.size:
         return 0.0
@@ -294,7 +304,7 @@ def _check(
         return
     if not actual.size:  # a rank beyond the last row
         return
-    if actual.dtype.kind != "f":  # integers and bools have no rounding
+    if actual.dtype.kind not in "fc":  # integers and bools have no rounding
         if not np.array_equal(actual, expected):
             error = float(np.abs(actual.astype("f8") - expected.astype("f8")).max())
             yield Difference(step, kind, label, result.rank, error, 0, scale, "")
@@ -303,12 +313,17 @@ def _check(
     if is_equal.all():
         return
     # Equal elements are left out first: the difference of a mask's two -inf would be NaN.
-    actual_wide, expected_wide = actual.astype("f8"), expected.astype("f8")
+    actual_wide, expected_wide = actual.astype(_wide(actual)), expected.astype(_wide(actual))
     error = float(np.abs(actual_wide[~is_equal] - expected_wide[~is_equal]).max())
     bound = bound_of(reference, key, largest)
     if not error <= bound:  # so written, a NaN is a difference
         found = relation(actual_wide, expected_wide)
         yield Difference(step, kind, label, result.rank, error, bound, scale, found)
+
+
+def _wide(values: Array) -> str:
+    """Return the dtype with float64's digits in which values are compared."""
+    return "c16" if values.dtype.kind == "c" else "f8"
 
 
 def _label(name: str, state: str) -> str:
@@ -319,12 +334,12 @@ def relation(actual: Array, expected: Array) -> str:
     """Say how a wrong tensor follows from the right one; "" if it does not follow in a simple way."""
     if not np.isfinite(actual).all():
         return "it has NaN or infinite values"
-    squared_norm = float((expected * expected).sum())
+    squared_norm = float((np.abs(expected) ** 2).sum())
     if not actual.any():
         return "it is zero"
     if not squared_norm:
         return ""
-    factor = float((actual * expected).sum()) / squared_norm  # the factor of the least-squares fit
+    factor = float((actual * expected.conj()).sum().real) / squared_norm  # the factor of the least-squares fit
     # 1e-6 is far above float64's rounding and far below any factor that a bug gives, such as 2 or 1/2.
     if np.abs(actual - factor * expected).max() <= 1e-6 * abs(factor) * np.abs(expected).max():
         return f"{factor:.6g} times what it should be"

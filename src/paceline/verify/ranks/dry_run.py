@@ -44,6 +44,7 @@ from paceline.train.seed import seed_everything
 from paceline.train.stream_loader import rank_loader
 from paceline.verify.child_setup import read_settings, refuse
 from paceline.verify.judge.memory import check_fits
+from paceline.verify.ranks.keep_float64 import widen
 from paceline.verify.ranks.randomness import controlled
 from paceline.verify.ranks.reference import as_workload_error
 from paceline.verify.ranks.reference_step import checked
@@ -149,7 +150,7 @@ def _loss_as_rank(workload: Workload, batch: Any, rank: int, ranks: int) -> tupl
     """Return the mean loss of a fresh model as `rank` computes it, and the collectives that it begins."""
     seed_everything(workload.seed)
     with as_rank(rank, ranks) as calls, controlled():  # with gradients: a loss may take some of its own
-        model = workload.model().double().train()
+        model = widen(workload.model()).train()
         loss_sum, weight = checked(workload.loss(model, batch))
     return float(loss_sum.detach()) / max(float(weight), 1e-300), calls
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from paceline.comm.pytree import tensors_in
+from paceline.comm.pytree import dense_tensors_in
 from paceline.verify.judge.fingerprints import Print
 
 # Of the weights' cosines: two weightings by place, so that what cancels in one sum shows in the other.
@@ -34,9 +34,11 @@ def fingerprint(values: torch.Tensor, places: torch.Tensor | None = None) -> Pri
 
 def prints_of(batch: Any) -> list[Print]:
     """Return the fingerprints of a batch's tensors, complex ones apart."""
-    return [fingerprint(tensor.to_dense()) for tensor in tensors_in(batch) if not tensor.is_complex()]
+    return [fingerprint(tensor.to_dense()) for tensor in dense_tensors_in(batch) if not tensor.is_complex()]
 
 
 def is_shown(value: Any) -> bool:
     """True if a value is a tensor that can be fingerprinted: dense, with floating numbers and memory."""
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and not value.is_meta and not value.is_sparse
+    if not isinstance(value, torch.Tensor) or value.is_nested:
+        return False
+    return value.is_floating_point() and not value.is_meta and not value.is_sparse

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,8 +23,10 @@ import paceline
 from paceline.nouns.patching import patched
 from paceline.train.grouped_float64 import grouped_products_in_float64
 
-_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+_NARROW = (torch.float32, torch.bfloat16, torch.float16, torch.complex64)
 _CASTS = ("float", "half", "bfloat16")
+# Make complex numbers of float32's digits where code written for float32 asks for them by dtype.
+_FACTORIES = ("zeros", "ones", "empty", "full")
 # Functions with a dtype among their arguments.
 _WITH_DTYPE = ("to", "type", "softmax", "log_softmax", "sum", "mean", "cumsum", "prod")
 # What is judged must do what it does: only the user's code, and torch's and transformers', is kept wide.
@@ -32,6 +35,24 @@ _JUDGED = tuple(str(Path(paceline.__file__).parent / name) + os.sep for name in 
 
 
 _is_suspended = False
+
+
+def has_fractions(tensor: torch.Tensor) -> bool:
+    """True for floating and complex tensors."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return float64 for a floating dtype, complex128 for a complex one, and any other as it is."""
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype.is_floating_point else dtype
+
+
+def widen(model: torch.nn.Module) -> torch.nn.Module:
+    """Have a model's parameters and buffers in float64, complex ones in complex128; return the model."""
+    model._apply(lambda tensor: tensor.to(wide_dtype(tensor.dtype)))
+    return model
 
 
 @contextmanager
@@ -65,7 +86,9 @@ def _replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
     replacements += [(torch.Tensor, name, _with_wide_dtype) for name in _WITH_DTYPE]
     for owner in (F, torch):
         replacements += [(owner, name, _with_wide_dtype) for name in ("softmax", "log_softmax")]
+    replacements.append((torch.Tensor, "cfloat", _as_wide_complex))
     replacements.append((torch, "full", _with_room))
+    replacements += [(torch, name, _with_wide_complex) for name in _FACTORIES]
     return replacements
 
 
@@ -79,6 +102,24 @@ def _with_room(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(size, fill_value, *arguments, **named)
 
     return full
+
+
+def _with_wide_complex(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let `torch.zeros(..., dtype=torch.cfloat)` hold what is computed of float64 tensors."""
+
+    def make(*arguments: Any, **named: Any) -> Any:
+        if named.get("dtype") is torch.complex64 and _is_kept_wide(sys._getframe(1)):
+            named["dtype"] = torch.complex128
+        return original(*arguments, **named)
+
+    return make
+
+
+def _as_wide_complex(original: Callable[..., Any]) -> Callable[..., Any]:
+    def cast(tensor: Any, *arguments: Any, **named: Any) -> Any:
+        return tensor.cdouble(*arguments, **named) if _stays_wide(tensor) else original(tensor, *arguments, **named)
+
+    return cast
 
 
 def _without_cast(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,16 +140,18 @@ def _with_wide_dtype(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _stays_wide(tensor: torch.Tensor) -> bool:
-    """True for a float64 tensor, unless the caller of the replaced function is code that is judged."""
-    if _is_suspended or tensor.dtype != torch.float64:
-        return False
-    caller = sys._getframe(2)  # above this function and the replacement
-    return not caller.f_code.co_filename.startswith(_JUDGED)
+    """True for a wide tensor, unless the caller of the replaced function is code that is judged."""
+    # The caller is above this function and the replacement.
+    return tensor.dtype in (torch.float64, torch.complex128) and _is_kept_wide(sys._getframe(2))
+
+
+def _is_kept_wide(caller: FrameType) -> bool:
+    return not _is_suspended and not caller.f_code.co_filename.startswith(_JUDGED)
 
 
 def _widened(value: Any) -> Any:
     if isinstance(value, torch.dtype):
-        return torch.float64 if value in _NARROW else value
+        return wide_dtype(value) if value in _NARROW else value
     if isinstance(value, torch.Tensor) and value.dtype in _NARROW:
-        return value.double()  # x.to(other): other's dtype is what is asked for
+        return value.to(wide_dtype(value.dtype))  # x.to(other): other's dtype is what is asked for
     return value

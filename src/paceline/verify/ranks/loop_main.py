@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 import paceline
 from paceline.comm import api
@@ -26,7 +25,9 @@ from paceline.train.loop_job import prepare as plain_prepare
 from paceline.train.prepare import DATA_PARTS
 from paceline.train.seed import seed_everything
 from paceline.verify.child_setup import read_settings
+from paceline.verify.ranks.keep_float64 import widen
 from paceline.verify.ranks.randomness import controlled
+from paceline.verify.ranks.reference_step import save_tensors
 from paceline.verify.ranks.trace import begin_heartbeat
 
 
@@ -71,7 +72,7 @@ def main(path: Path) -> None:
     def prepare(*objects: Any, **options: Any) -> tuple[Any, ...]:
         for each in objects:
             if isinstance(each, torch.nn.Module):
-                each.double()
+                widen(each)
         prepared = plain_prepare(*objects, **{**options, "sinks": ()})  # they are for training
         job: LoopJob = prepared[0]
         job.to_float64 = True
@@ -116,7 +117,7 @@ def _write(recorders: list[_Recorder], folder: Path, name: str) -> None:
             "call job.backward(loss) and optimizer.step() in the file, outside of functions that nobody calls",
         )
     recorder = recorders[0]
-    save_file(recorder.tensors, folder / f"{name}.safetensors")
+    save_tensors(recorder.tensors, folder / f"{name}.safetensors")
     (folder / f"{name}.json").write_text(json.dumps({"losses": recorder.losses, "position": recorder.job.position}))
 
 

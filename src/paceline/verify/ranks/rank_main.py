@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch._subclasses.fake_tensor import FakeTensor
 
 from paceline.checkpoint.manifest import OPTIMIZER
@@ -38,7 +37,7 @@ from paceline.verify.ranks.fingerprint import prints_of
 from paceline.verify.ranks.keep_float64 import dtypes_as_asked
 from paceline.verify.ranks.placed_draws import PLACES, call_of_the_loss
 from paceline.verify.ranks.randomness import controlled, drawn_state
-from paceline.verify.ranks.reference_step import dense_copy, scale_of
+from paceline.verify.ranks.reference_step import dense_copy, save_tensors, scale_of
 from paceline.verify.ranks.trace import Trace, begin_heartbeat
 from paceline.verify.ranks.watch import ModuleWatch, watch_graph, watch_modules
 
@@ -224,7 +223,7 @@ class _RankRun:
         self.facts["coordinate"] = self.mesh.coordinate(self.rank)
         self.facts["data_part"] = self.mesh.data_part(self.rank)
         path = self.folder / f"{self.run['name']}-{self.rank}"
-        save_file(self.tensors, path.with_suffix(".safetensors"))
+        save_tensors(self.tensors, path.with_suffix(".safetensors"))
         path.with_suffix(".json").write_text(json.dumps(self.facts))
 
     def _model(self, workload: Workload) -> Any:
@@ -244,7 +243,7 @@ class _RankRun:
             model = made()
             with torch.no_grad():
                 for tensor in [*model.parameters(), *model.buffers()]:
-                    if tensor.is_floating_point():
+                    if tensor.is_floating_point() or tensor.is_complex():
                         tensor.mul_(0.5).add_(0.01 * self.rank)
             return model
 

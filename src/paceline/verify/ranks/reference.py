@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from paceline.launch.process_exit import exit_process
 from paceline.nouns.errors import PacelineError, WorkloadError
@@ -23,7 +22,7 @@ from paceline.train.find_workload import find_workload
 from paceline.verify.child_setup import read_settings, refuse
 from paceline.verify.judge.compare import Reference, bound_of, largest_of_each_kind, split_key
 from paceline.verify.ranks.placed_draws import PLACES
-from paceline.verify.ranks.reference_step import ReferenceStep, Variation, check_can_verify, take_steps
+from paceline.verify.ranks.reference_step import ReferenceStep, Variation, check_can_verify, save_tensors, take_steps
 
 # Reversing changes the order of sums over the batch; noise reaches every module.
 VARIATIONS = (Variation(is_reversed=True), Variation(noise_seed=1))
@@ -133,7 +132,7 @@ def write(
     folder: Path, precision: str, result: ReferenceStep, noise: dict[str, Any], clip_norm: float | None = None
 ) -> None:
     """Write reference-PRECISION.safetensors and .json."""
-    save_file(result.tensors, folder / f"reference-{precision}.safetensors")
+    save_tensors(result.tensors, folder / f"reference-{precision}.safetensors")
     json_object = {
         "losses": result.losses, "weights": result.weights, "norms": result.norms, "modules": result.modules,
         "branches": result.branches, "clip_norm": clip_norm, "rates": result.rates,
@@ -186,7 +185,8 @@ def _has_no_float64(text: str) -> bool:
 def _distance(first: torch.Tensor, second: torch.Tensor) -> float:
     if first.shape != second.shape:
         return math.inf
-    distances = (first.double() - second.double()).abs()
+    wide = torch.complex128 if first.is_complex() else torch.float64
+    distances = (first.to(wide) - second.to(wide)).abs()
     finite = distances[torch.isfinite(distances)]  # a mask's -inf moves nowhere
     return float(finite.max()) if finite.numel() else 0.0
 

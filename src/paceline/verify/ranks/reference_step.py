@@ -7,13 +7,16 @@ Paceline it uses the workload, the data order and the seeds, which are promises 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
@@ -23,6 +26,7 @@ from paceline.nouns.workload import Workload
 from paceline.train.precision import autocast
 from paceline.train.seed import kept_random_state, seed_everything, seed_sample
 from paceline.verify.ranks.control_flow_trace import Branches
+from paceline.verify.ranks.keep_float64 import has_fractions, wide_dtype, widen
 from paceline.verify.ranks.placed_draws import call_of_the_loss
 from paceline.verify.ranks.randomness import controlled, watched
 from paceline.verify.ranks.reference_optimizers import as_optimizer, change_gradients, state_of, step_schedulers
@@ -84,11 +88,11 @@ def take_steps(workload: Workload, precision: str, steps: int, variation: Variat
     seed_everything(workload.seed)
     model = workload.model()
     if is_double:
-        model = model.double()
+        model = widen(model)
     model = model.train()
     optimizer = as_optimizer(workload.optimizer(model))
     scheduler = workload.scheduler(optimizer) if workload.scheduler else None
-    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    dtypes = {parameter.dtype for parameter in model.parameters() if has_fractions(parameter)}
     result = ReferenceStep(
         updated=_updated_names(model, optimizer),
         epsilon=max(torch.finfo(dtype).eps for dtype in dtypes),
@@ -165,7 +169,7 @@ def _gradients(
         change_gradients(workload, model, len(result.losses))
     if workload.clip_norm is not None:
         # In float64: torch's own float32 norm of a large tensor is off by 8e-5.
-        norm = sum(float(gradient.to_dense().double().square().sum()) for gradient in gradients) ** 0.5
+        norm = sum(float(gradient.to_dense().abs().double().square().sum()) for gradient in gradients) ** 0.5
         for gradient in gradients:  # also those of an optimizer inside the optimizer
             gradient *= min(1.0, workload.clip_norm / (norm + 1e-6))  # 1e-6 as in torch.nn.utils.clip_grad_norm_
         result.norms.append(norm)
@@ -202,6 +206,13 @@ def record(tensors: Tensors, step: int, model: torch.nn.Module, optimizer: torch
                 tensors[f"{step}/state/{state}/{name}"] = dense_copy(value)
     for name, buffer in model.named_buffers():
         tensors[f"{step}/buffer/{name}"] = dense_copy(buffer)
+
+
+def save_tensors(tensors: Tensors, path: Path) -> None:
+    """Write tensors to a file that `compare.read_arrays` reads: safetensors has no complex128, but pairs."""
+    pairs = [key for key, tensor in tensors.items() if tensor.dtype == torch.complex128]
+    stored = {**tensors, **{key: torch.view_as_real(tensors[key]) for key in pairs}}
+    save_file(stored, path, {"complex128": json.dumps(pairs)})
 
 
 def dense_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -263,7 +274,7 @@ def data_of(workload: Workload) -> Any:
 def doubled(value: Any) -> Any:
     """Return a batch with its floating tensors in float64, whatever containers it is made of."""
     if isinstance(value, torch.Tensor):
-        return value.double() if value.is_floating_point() else value
+        return value.to(wide_dtype(value.dtype))
     if isinstance(value, Mapping):
         items = {key: doubled(item) for key, item in value.items()}
         return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
@@ -291,7 +302,7 @@ def one_rounding_off(model: torch.nn.Module, epsilon: float, seed: int) -> Itera
     random = torch.Generator().manual_seed(seed)  # of its own: the model's random numbers must stay as they are
 
     def moved(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        if not isinstance(value, torch.Tensor) or value.is_nested or not has_fractions(value):
             return value
         signs = _random_signs(value.shape, random)
         step = max(epsilon, torch.finfo(value.dtype).eps)
@@ -383,13 +394,6 @@ def check_can_verify(workload: Workload) -> None:
             "two calls of it return the same parameters, so one run would go on where another ended",
             "make the model inside the function: model=lambda: Net(...)",
         )
-    for name, parameter in model.named_parameters():
-        if parameter.is_complex():
-            raise WorkloadError(
-                "the model's parameters should have a float64 form",
-                f"{name} is complex",
-                "hold its real and imaginary parts (torch.view_as_real) for verifying",
-            )
     if workload.micro_batch_size is None:
         return
     for name, module in model.named_modules():

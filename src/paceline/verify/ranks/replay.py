@@ -26,6 +26,7 @@ from paceline.train.find_workload import find_workload
 from paceline.train.seed import seed_everything
 from paceline.verify.child_setup import read_settings
 from paceline.verify.ranks.fingerprint import prints_of
+from paceline.verify.ranks.keep_float64 import widen
 from paceline.verify.ranks.placed_draws import call_of_the_loss
 from paceline.verify.ranks.randomness import controlled
 from paceline.verify.ranks.reference_step import checked, data_of, micro_batch
@@ -62,7 +63,7 @@ def replay(
         is_graph: True if the ranks ran a graph.
     """
     seed_everything(workload.seed)
-    model = workload.model().double().train()
+    model = widen(workload.model()).train()
     data = data_of(workload)
     watch = ModuleWatch()
     batches = [micro_batch(workload, data, range(start, stop), True) for start, stop in pieces]

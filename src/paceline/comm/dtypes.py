@@ -1,0 +1,42 @@
+"""Tell dtypes of the same kind apart, and look at complex numbers by both of their parts."""
+
+from __future__ import annotations
+
+import torch
+
+# Of a complex tensor's imaginary parts in `checksum`: an exchange of the two parts then shows.
+_IMAGINARY_WEIGHT = 1.7
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return float64 for a floating dtype, complex128 for a complex one, and any other as it is."""
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype.is_floating_point else dtype
+
+
+def widen(model: torch.nn.Module) -> torch.nn.Module:
+    """Have a model's parameters and buffers in float64, complex ones in complex128; return the model.
+
+    `Module.double` leaves complex ones as they are, and torch multiplies no matrices of two dtypes.
+    """
+    model._apply(lambda tensor: tensor.to(wide_dtype(tensor.dtype)))
+    return model
+
+
+def has_fractions(tensor: torch.Tensor) -> bool:
+    """True for floating and complex tensors."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of complex numbers as pairs, along one dimension more; any other tensor as it is."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a tensor's numbers in float64, of complex ones with another weight for each part."""
+    values = as_real(tensor.detach()).double()
+    if tensor.is_complex():
+        return values[..., 0].sum() + _IMAGINARY_WEIGHT * values[..., 1].sum()
+    return values.sum()
