@@ -115,7 +115,7 @@ def take_steps(workload: Workload, precision: str, steps: int, variation: Variat
 
 
 def scale_of(workload: Workload) -> float:
-    """Return the factor of the loss in backward passes: under fp16 one at which few models overflow, else 1.
+    """Return the factor of the summed loss in backward passes: under fp16 one at which few models overflow, else 1.
 
     It is lower than that of training, which would leave out the first steps of many models.
     """
@@ -144,22 +144,23 @@ def _gradients(
     """Leave the clipped gradients of the batch's mean loss in `.grad`; add its loss, weight and norm to `result`."""
     model.zero_grad(set_to_none=True)
     total = 0.0
-    weight = 0.0
-    scale = scale_of(workload)
+    weight = _weight_of(workload, model, microbatches)
+    scale = _SCALE_OF_A_MEAN if workload.precision == "fp16" else 1.0
     for number, batch in enumerate(microbatches):
         with Branches() as branches, autocast(workload.precision, "cpu"):
             with watch(model) if number == 0 else _unwatched(model), call_of_the_loss(model):
                 returned = workload.loss(model, batch)
             loss_sum, loss_weight = checked(returned)
         result.branches += branches.taken
-        scaled = loss_sum.float() * scale if scale != 1.0 else loss_sum
-        scaled.backward()
+        if weight is None:
+            weight = float(loss_weight)
+        # The plain form: hooks and the model's own backward code see the gradient of the whole batch's mean.
+        mean = (loss_sum.float() if scale != 1.0 else loss_sum) / weight * scale
+        mean.backward()
         total += float(loss_sum.detach())
-        weight += float(loss_weight)
-    # The plain form: sums over all micro-batches, divided once by the whole batch's weight.
+    assert weight is not None
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     for gradient in gradients:
-        gradient /= weight
         gradient /= scale
     if workload.before_update is not None:
         change_gradients(workload, model, len(result.losses))
@@ -171,6 +172,23 @@ def _gradients(
         result.norms.append(norm)
     result.losses.append(total / weight)
     result.weights.append(weight)
+
+
+def _weight_of(workload: Workload, model: torch.nn.Module, microbatches: list[Any]) -> float | None:
+    """Return the weight of a batch in micro-batches before the first of them counts; None of a single one."""
+    if len(microbatches) == 1:
+        return None
+    weight = 0.0
+    with kept_random_state():
+        # On another model: what forward writes, and counts, is not to happen twice.
+        other = workload.model().train()
+        if next(model.parameters()).dtype == torch.float64:
+            other = other.double()
+        other.load_state_dict(model.state_dict())
+        for batch in microbatches:
+            with autocast(workload.precision, "cpu"), call_of_the_loss(other):
+                weight += float(checked(workload.loss(other, batch))[1])
+    return weight
 
 
 def checked(returned: Any) -> tuple[torch.Tensor, Any]:
