@@ -21,6 +21,7 @@ preload("paceline.verify.ranks.loop_main")
 STEPS = 3
 ALONE = Plan(mesh="replicate=1")
 Mutant = Callable[[], None]
+_folders = []  # temporary folders live as long as the tests
 
 
 def be_rank(rank: int, settings: str, mutant: Mutant | None):
@@ -44,21 +45,21 @@ def _run(folder: Path, name: str, plan: Plan, parts: int, mutant: Mutant | None 
 
 
 @functools.cache
-def _alone(text: str, parts: int) -> tempfile.TemporaryDirectory[str]:
+def _alone(text: str, parts: int) -> Path:
     """The folder with the steps of one process."""
-    kept = tempfile.TemporaryDirectory(prefix="paceline-test-")
-    folder = Path(kept.name)
+    _folders.append(tempfile.TemporaryDirectory(prefix="paceline-test-"))
+    folder = Path(_folders[-1].name)
     (folder / "loop.py").write_text(text)
     for name in ("alone", "noisy"):
         _run(folder, name, ALONE, parts)
-    return kept
+    return folder
 
 
-def verify_loop(text: str, plan_text: str, mutant: Mutant | None = None) -> Verdict:
+def verify_loop(text: str, plan_text: str, mutant: Mutant | None = None, with_draws: bool = False) -> Verdict:
     """A verdict as the command's."""
     plan = Plan.parse(plan_text)
     parts = Mesh.parse(plan.mesh).data_size
-    kept = Path(_alone(text, parts).name)
+    kept = _alone(text, parts)
     verdict = Verdict(plan_text, precision="float64")
     with tempfile.TemporaryDirectory(prefix="paceline-test-") as name:
         folder = Path(name)
@@ -66,4 +67,7 @@ def verify_loop(text: str, plan_text: str, mutant: Mutant | None = None) -> Verd
             (folder / path.name).symlink_to(path)
         _run(folder, "ranks", plan, parts, mutant)
         loops.compare(verdict, folder, plan.world_size, has_noise=True)
+        if with_draws:
+            _run(folder, "draws", plan, parts, mutant)
+            loops.check_draws(verdict, folder, plan.world_size)
     return verdict

@@ -196,3 +196,48 @@ def test_one_wrong_value_is_a_bug(name):
 def test_without_a_bug_it_is_the_same_step(rate, is_warm, plan):
     verdict = verify_loop(loop(rate, is_warm), plan)
     assert verdict.word in ("equal", "rounding"), "\n".join(verdict.lines())
+
+
+def dropping():
+    plain = "F.relu(self.norm(self.first(inputs)))"
+    assert plain in LOOP
+    return loop().replace(plain, f"F.dropout({plain}, 0.5, self.training)")
+
+
+def same_masks_in_each_step():
+    """The ranks' random numbers begin anew in each step, each rank with its own seed."""
+    from paceline.train.loop_job import LoopJob
+
+    def take(plain, self, part):
+        plain(self, part)
+        torch.manual_seed(3 + self.rank)
+
+    wrap(LoopJob, "take", take)
+
+
+def same_masks_on_all_ranks():
+    from paceline.nouns.mesh import Mesh
+
+    Mesh.random_stream = lambda self, rank: 0
+
+
+MASKS = {
+    "same in each step": (same_masks_in_each_step, "step 2: rank 0 draws the dropout masks of step 1 once more"),
+    "same on all ranks": (same_masks_on_all_ranks, "draw the same random numbers"),
+}
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+@pytest.mark.parametrize("name", MASKS)
+def test_wrong_masks_are_a_bug(name, plan):
+    mutant, says = MASKS[name]
+    verdict = verify_loop(dropping(), plan, mutant, with_draws=True)
+    assert verdict.word == "bug"
+    assert says in verdict.checks[-1].message, "\n".join(verdict.lines())
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "shard=2,zero=1", "tensor=2"])
+def test_own_masks_in_each_step_are_right(plan):
+    verdict = verify_loop(dropping(), plan, with_draws=True)
+    assert verdict.word in ("equal", "rounding"), "\n".join(verdict.lines())
+    assert not verdict.notices

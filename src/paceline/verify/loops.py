@@ -18,6 +18,7 @@ from typing import Any
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
+from paceline.verify.judge.check_dropout import check_draws_of_loop
 from paceline.verify.judge.checks import check_step
 from paceline.verify.judge.compare import (
     Difference,
@@ -78,6 +79,9 @@ def prove_loop(request: VerifyRequest, say: Callable[[str], None] = lambda text:
         else:
             noisy = _world(request, folder, "noisy", Plan(mesh="replicate=1"))  # may fail: what is measured is missing
             compare(verdict, folder, ranks, noisy.is_done)
+            if verdict.is_step_right and read_ranks(folder, "alone", 1)[0].facts["has_draws"]:
+                drawing = _run(request, folder, "draws", request.plan)
+                check_draws(verdict, folder, ranks, "" if drawing.is_done else drawing.first_failure())
     verdict.seconds = time.monotonic() - began_s
     return verdict
 
@@ -94,7 +98,7 @@ def _run(request: VerifyRequest, folder: Path, name: str, plan: Plan) -> WorldRe
 
 def options_of(run: str) -> dict[str, Any]:
     """Return in which way a run, by its name, is another than that of the plan's ranks."""
-    return {"is_noisy": run == "noisy"}
+    return {"is_noisy": run == "noisy", "draws": run == "draws"}
 
 
 def _world(request: VerifyRequest, folder: Path, name: str, plan: Plan) -> WorldResult:
@@ -157,6 +161,14 @@ def compare(verdict: Verdict, folder: Path, ranks: int, has_noise: bool) -> None
     check_step(verdict, reference, results, found=found)
     if not verdict.checks[-1].passed:
         verdict.culprit = _culprit(verdict.checks[-1].details["scalars"], found)
+
+
+def check_draws(verdict: Verdict, folder: Path, ranks: int, failure: str = "") -> None:
+    """Enter whether the ranks' own dropout, in one more run, is right."""
+    if failure:
+        verdict.add("dropout", False, f"with the model's own dropout the ranks fail: {failure}")
+    else:
+        check_draws_of_loop(verdict, read_ranks(folder, "draws", ranks))
 
 
 # What can be said of the first tensor that differs, by its kind.

@@ -208,7 +208,8 @@ class _Proof:
                     )
                 self.verdict.notices += reference.facts["notices"]
                 check_step(self.verdict, reference, self._results(precision))
-            check_draws(self.verdict, self._results("draws"))
+            facts = json.loads((self.folder / "reference-float64.json").read_text())
+            check_draws(self.verdict, self._results("draws"), facts["repeats_draws"])
         if "traffic" in what:  # of the model's own graph: dropout by value takes other operations
             check_traffic(self.verdict, self.plan, self.dry["models"], self._results("draws"))
         self._find_culprit(precisions)

@@ -11,7 +11,7 @@ import os
 import runpy
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,8 @@ from paceline.train.prepare import DATA_PARTS
 from paceline.train.seed import seed_everything
 from paceline.verify.child_setup import read_settings
 from paceline.verify.judge.compare import split_key, take
-from paceline.verify.ranks.randomness import controlled
+from paceline.verify.ranks.draw_digest import DrawDigest, is_called_by
+from paceline.verify.ranks.randomness import DROPS, controlled, hash_of_draws
 from paceline.verify.ranks.reference_step import dense_copy, one_rounding_off
 from paceline.verify.ranks.trace import begin_heartbeat
 
@@ -49,11 +50,14 @@ class _Recorder(StepObserver):
         self.job = job
         self.steps = steps
         self.tensors: dict[str, torch.Tensor] = {}
-        self.facts: dict[str, Any] = {"losses": [], "weights": [], "norms": [], "rates": []}
+        self.facts: dict[str, Any] = {"losses": [], "weights": [], "norms": [], "rates": [], "drawn": []}
+        self.facts["draws"] = [hash_of_draws()]
+        self.digest = DrawDigest(lambda: is_called_by(job.model))
         for number, optimizer in enumerate(job.objects.optimizers, 1):
             optimizer.register_step_pre_hook(functools.partial(self._record_gradients, number))
         for name, tensor in self._values():
-            self.tensors[f"0/{name}"] = dense_copy(job.parallel.whole(tensor))
+            whole = job.parallel.whole(tensor) if isinstance(tensor, torch.nn.Parameter) else tensor
+            self.tensors[f"0/{name}"] = dense_copy(whole)
 
     @property
     def step(self) -> int:
@@ -74,6 +78,7 @@ class _Recorder(StepObserver):
     ) -> None:
         """Record a step, and end the loop after the last one."""
         assert self.job.last is not None
+        self.facts["drawn"].append(self.digest.take())
         self.facts["losses"].append(self.job.last.loss)
         self.facts["weights"].append(self.job.last.weight)
         self.facts["norms"].append(self.job.last.gradient_norm or 0.0)
@@ -118,6 +123,9 @@ class _Recorder(StepObserver):
             "placements": {name: shard_spec.to_json() for name, shard_spec in cuts.items()},
             "whole_states": states,
             "has_gradient": {},
+            "data_part": self.job.data_part,
+            "coordinate": self.job.mesh.coordinate(self.job.rank),
+            "has_draws": DROPS.has_dropped or any(bits for _, bits in self.facts["drawn"]),
             "modules": [name for name, _ in self.job.model.named_modules()],
         }
         save_file(self.tensors, path.with_suffix(".safetensors"))
@@ -149,6 +157,7 @@ def main(path: Path) -> None:
         recorder = _Recorder(job, settings["steps"])
         job.parallel.observe(recorder)
         recorders.append(recorder)
+        stack.enter_context(recorder.digest)
         if settings["is_noisy"]:
             stack.enter_context(one_rounding_off(job.model, torch.finfo(torch.float64).eps, seed=1))
         return prepared
@@ -158,7 +167,8 @@ def main(path: Path) -> None:
         rank = api.rank()
         begin_heartbeat(folder / f"beat-{rank}.json")
         seed_everything(0)  # a loop that sets no seed of its own begins alike with one rank and with several
-        with ExitStack() as stack, controlled(False), patched(paceline, prepare=prepare):
+        control = nullcontext() if settings["draws"] else controlled(False)
+        with ExitStack() as stack, control, patched(paceline, prepare=prepare):
             try:
                 _run_file(settings["script"])
                 for recorder in recorders:

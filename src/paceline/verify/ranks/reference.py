@@ -20,10 +20,12 @@ from paceline.launch.process_exit import exit_process
 from paceline.nouns.errors import PacelineError, WorkloadError
 from paceline.nouns.workload import Workload
 from paceline.train.find_workload import find_workload
+from paceline.train.precision import autocast
 from paceline.verify.child_setup import read_settings, refuse
 from paceline.verify.judge.compare import Reference, bound_of, largest_of_each_kind, split_key
+from paceline.verify.ranks.draw_digest import DrawDigest
 from paceline.verify.ranks.placed_draws import PLACES
-from paceline.verify.ranks.reference_step import ReferenceStep, Variation, check_can_verify, take_steps
+from paceline.verify.ranks.reference_step import ReferenceStep, Variation, batches_of, check_can_verify, take_steps
 
 # Reversing changes the order of sums over the batch; noise reaches every module.
 VARIATIONS = (Variation(is_reversed=True), Variation(noise_seed=1))
@@ -37,12 +39,27 @@ def main(path: Path) -> int:
         variations = list(VARIATIONS)
         for precision in settings["precisions"]:  # float64 first: there it shows whether the order of samples matters
             result, noise = with_noise(workload, precision, settings["steps"], variations)
+            noise["repeats_draws"] = precision == "float64" and repeats_draws(workload)
             write(folder, precision, result, noise, workload.clip_norm)
     except PacelineError as error:
         refuse(folder, error)
     except Exception as error:
         refuse(folder, as_workload_error(error))
     return 0
+
+
+def repeats_draws(workload: Workload) -> bool:
+    """True if the plain code draws the same each time, as where a forward pass seeds."""
+    is_double = workload.precision == "float64"
+    model = workload.model().train()
+    model = model.double() if is_double else model
+    first = next(batches_of(workload, is_double, False))[0]
+    drawn = []
+    with autocast(workload.precision, "cpu"), DrawDigest() as digest:
+        for _ in range(2):
+            workload.loss(model, first)
+            drawn.append(digest.take())
+    return bool(drawn[0] == drawn[1])
 
 
 def with_noise(

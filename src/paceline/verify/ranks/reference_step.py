@@ -100,7 +100,7 @@ def take_steps(workload: Workload, precision: str, steps: int, variation: Variat
             stack.enter_context(one_rounding_off(model, _epsilon(precision), variation.noise_seed))
         elif is_reference:
             stack.enter_context(execution_order(model, result.modules))
-        batches = _batches(workload, is_double, variation.is_reversed)
+        batches = batches_of(workload, is_double, variation.is_reversed)
         for step in range(1, steps + 1):
             watch = watched if is_reference and step == 1 else _unwatched
             _gradients(workload, model, optimizer, next(batches), result, watch)
@@ -230,7 +230,7 @@ def dense_copy(tensor: torch.Tensor) -> torch.Tensor:
     return dense.clone(memory_format=torch.contiguous_format)
 
 
-def _batches(workload: Workload, is_double: bool, is_reversed: bool) -> Iterator[list[Any]]:
+def batches_of(workload: Workload, is_double: bool, is_reversed: bool) -> Iterator[list[Any]]:
     """Yield the global batches, each as a list of micro-batches: one, or as many as the workload's own size gives."""
     data = data_of(workload)
     order = data if isinstance(data, StreamedSamples) else DataOrder(workload.seed, len(data), workload.batch_size)
