@@ -11,7 +11,7 @@ import os
 import runpy
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from paceline.nouns.patching import patched
 from paceline.parallel.observer import StepObserver
 from paceline.parallel.optimizer_parts import groups_of, parts_of
 from paceline.parallel.replicate.bucket import local_gradient
+from paceline.train.grouped_float64 import grouped_products_in_float64
 from paceline.train.loop_job import LoopJob
 from paceline.train.loop_job import prepare as plain_prepare
 from paceline.train.prepare import DATA_PARTS
@@ -167,7 +168,7 @@ def main(path: Path) -> None:
         rank = api.rank()
         begin_heartbeat(folder / f"beat-{rank}.json")
         seed_everything(0)  # a loop that sets no seed of its own begins alike with one rank and with several
-        control = nullcontext() if settings["draws"] else controlled(False)
+        control = grouped_products_in_float64() if settings["draws"] else controlled(False)
         with ExitStack() as stack, control, patched(paceline, prepare=prepare):
             try:
                 _run_file(settings["script"])

@@ -29,6 +29,7 @@ from paceline.parallel.optimizer_list import alone
 from paceline.parallel.replicate.bucket import local_gradient
 from paceline.train.data import Batch
 from paceline.train.find_workload import find_workload
+from paceline.train.grouped_float64 import grouped_products_in_float64
 from paceline.train.job import Job
 from paceline.verify.child_setup import read_settings
 from paceline.verify.ranks.control_flow_trace import Branches
@@ -98,7 +99,9 @@ class _RankRun:
         is_off = self.run["precision"] != "float64"
         PLACES.copies = PATHS
         with ExitStack() as stack:
-            if not self.run.get("draws"):
+            if self.run.get("draws"):
+                stack.enter_context(grouped_products_in_float64())
+            else:
                 stack.enter_context(controlled(is_off, self.plan.is_compiled))
             job = Job(self.workload, self.plan)
             if job.parallel.loss_scale is not None:

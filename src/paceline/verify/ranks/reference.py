@@ -20,6 +20,7 @@ from paceline.launch.process_exit import exit_process
 from paceline.nouns.errors import PacelineError, WorkloadError
 from paceline.nouns.workload import Workload
 from paceline.train.find_workload import find_workload
+from paceline.train.grouped_float64 import grouped_products_in_float64
 from paceline.train.precision import autocast
 from paceline.verify.child_setup import read_settings, refuse
 from paceline.verify.judge.compare import Reference, bound_of, largest_of_each_kind, split_key
@@ -55,7 +56,7 @@ def repeats_draws(workload: Workload) -> bool:
     model = model.double() if is_double else model
     first = next(batches_of(workload, is_double, False))[0]
     drawn = []
-    with autocast(workload.precision, "cpu"), DrawDigest() as digest:
+    with autocast(workload.precision, "cpu"), grouped_products_in_float64(), DrawDigest() as digest:
         for _ in range(2):
             workload.loss(model, first)
             drawn.append(digest.take())
