@@ -71,6 +71,8 @@ def prove_loop(request: VerifyRequest, say: Callable[[str], None] = lambda text:
         world = _run(request, folder, "ranks", request.plan)
         alone = _run(request, folder, "alone", Plan(mesh="replicate=1"))
         if not alone.is_done:
+            if (own := alone.own_failure()) is not None:
+                raise own
             raise WorkloadError(
                 "the file should train in one process", alone.first_failure(), "see that it does: python FILE"
             )

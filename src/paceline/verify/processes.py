@@ -12,7 +12,8 @@ from typing import Any
 
 from paceline.launch.local import rank_environment
 from paceline.nouns import module_names
-from paceline.nouns.errors import WorkloadError, last_error_of
+from paceline.nouns.errors import PacelineError, WorkloadError, last_error_of
+from paceline.nouns.own_errors import own_error, own_line_of_text
 from paceline.run.failures import in_one_line
 from paceline.run.supervise.progress import Screen
 from paceline.run.supervise.supervisor import Ending, JobRequest, Supervisor
@@ -43,6 +44,17 @@ class WorldResult:
         if cause is None or cause["type"] not in _REFUSALS or not cause.get("parts"):
             return None
         return WorkloadError(*cause["parts"])
+
+    def own_failure(self) -> PacelineError | None:
+        """Return the error of ours by which a rank ended, if that is how the job ended; write its traceback."""
+        cause = self.ending.cause
+        if cause is None or cause["is_paceline"]:
+            return None
+        line = own_line_of_text(cause["traceback"])
+        if not line:
+            return None
+        sys.stderr.write(cause["traceback"])
+        return own_error(line, self.first_failure())
 
     def first_failure(self) -> str:
         """Describe the first failure in one line."""
@@ -78,6 +90,7 @@ def finish_child(child: subprocess.Popen[str], folder: Path, what: str) -> None:
 
     Raises:
         WorkloadError: it refused, or failed.
+        PacelineError: it failed by an error of ours.
     """
     try:
         _, stderr = child.communicate()
@@ -86,7 +99,14 @@ def finish_child(child: subprocess.Popen[str], folder: Path, what: str) -> None:
         child.wait()
         raise
     if (folder / "refused.json").exists():
-        raise WorkloadError(**json.loads((folder / "refused.json").read_text()))
+        refused = json.loads((folder / "refused.json").read_text())
+        if not refused["is_own"]:
+            raise WorkloadError(**refused["parts"])
+        sys.stderr.write(stderr)  # with the traceback
+        raise PacelineError(**refused["parts"])
+    if child.returncode and (line := own_line_of_text(stderr)):
+        sys.stderr.write(stderr)
+        raise own_error(line, last_error_of(stderr, ""))
     if child.returncode:
         found = last_error_of(stderr, f"it ended with {child.returncode}")
         if child.returncode == -9:  # SIGKILL, after which nothing is on stderr

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import traceback
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from safetensors.torch import save_file
 
 from paceline.launch.process_exit import exit_process
 from paceline.nouns.errors import PacelineError, WorkloadError
+from paceline.nouns.own_errors import own_error, own_line
 from paceline.nouns.workload import Workload
 from paceline.train.find_workload import find_workload
 from paceline.train.grouped_float64 import grouped_products_in_float64
@@ -45,7 +47,7 @@ def main(path: Path) -> int:
     except PacelineError as error:
         refuse(folder, error)
     except Exception as error:
-        refuse(folder, as_workload_error(error))
+        refuse(folder, as_paceline_error(error))
     return 0
 
 
@@ -158,6 +160,15 @@ def write(
         "updated": result.updated, "epsilon": result.epsilon, "draws_by_place": PLACES.has_drawn, **noise,
     }  # fmt: skip
     (folder / f"reference-{precision}.json").write_text(json.dumps(json_object))
+
+
+def as_paceline_error(error: Exception) -> PacelineError:
+    """Explain an error in one process on CPU: one of ours, whose traceback is on stderr, or the user's code's."""
+    line = own_line(error)
+    if not line:
+        return as_workload_error(error)
+    traceback.print_exception(error)
+    return own_error(line, "".join(traceback.format_exception_only(error)).strip())
 
 
 def as_workload_error(error: Exception) -> WorkloadError:
