@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from paceline.launch.template import Start
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
@@ -32,7 +33,7 @@ from paceline.verify.judge.compare import (
     with_changes,
 )
 from paceline.verify.judge.verdict import FirstDifference, Verdict
-from paceline.verify.processes import LOOP_RANK, WorldResult, run_world, write_settings
+from paceline.verify.processes import LOOP_RANK, WorldResult, one_import, run_world, write_settings
 from paceline.verify.prove import USUAL, VerifyRequest, check_plan, check_was_not_killed
 
 # Where rounding can't be measured. Float64 rounds by 2e-16; a step's sums and Adam's division by small roots carry that
@@ -63,13 +64,13 @@ def prove_loop(request: VerifyRequest, say: Callable[[str], None] = lambda text:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # children inherit it: CPU arithmetic is compared
     verdict = Verdict(request.plan.line())
     verdict.precision = "float64"
-    with tempfile.TemporaryDirectory(prefix="paceline-verify-") as temporary:
+    with tempfile.TemporaryDirectory(prefix="paceline-verify-") as temporary, one_import(request.preload) as start:
         folder = (request.keep or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         ranks = request.plan.world_size
         say(f"{request.plan.line()}: {request.steps} steps on {ranks} ranks, and in one process")
-        world = _run(request, folder, "ranks", request.plan)
-        alone = _run(request, folder, "alone", Plan(mesh="replicate=1"))
+        world = _run(start, request, folder, "ranks", request.plan)
+        alone = _run(start, request, folder, "alone", Plan(mesh="replicate=1"))
         if not alone.is_done:
             if (own := alone.own_failure()) is not None:
                 raise own
@@ -79,18 +80,20 @@ def prove_loop(request: VerifyRequest, say: Callable[[str], None] = lambda text:
         if not world.is_done:
             verdict.add("run", False, f"one process takes the steps, the ranks fail: {world.first_failure()}")
         else:
-            noisy = _world(request, folder, "noisy", Plan(mesh="replicate=1"))  # may fail: what is measured is missing
+            noisy = _world(
+                start, request, folder, "noisy", Plan(mesh="replicate=1")
+            )  # may fail: what is measured is missing
             compare(verdict, folder, ranks, noisy.is_done)
             if verdict.is_step_right and read_ranks(folder, "alone", 1)[0].facts["has_draws"]:
-                drawing = _run(request, folder, "draws", request.plan)
+                drawing = _run(start, request, folder, "draws", request.plan)
                 check_draws(verdict, folder, ranks, "" if drawing.is_done else drawing.first_failure())
     verdict.seconds = time.monotonic() - began_s
     return verdict
 
 
-def _run(request: VerifyRequest, folder: Path, name: str, plan: Plan) -> WorldResult:
+def _run(start: Start, request: VerifyRequest, folder: Path, name: str, plan: Plan) -> WorldResult:
     """Run the file, and raise its refusal if that is how it ends."""
-    world = _world(request, folder, name, plan)
+    world = _world(start, request, folder, name, plan)
     refusal = world.refusal()
     if refusal is not None and not world.hang.has_hung:
         raise refusal
@@ -103,7 +106,7 @@ def options_of(run: str) -> dict[str, Any]:
     return {"is_noisy": run == "noisy", "draws": run == "draws"}
 
 
-def _world(request: VerifyRequest, folder: Path, name: str, plan: Plan) -> WorldResult:
+def _world(start: Start, request: VerifyRequest, folder: Path, name: str, plan: Plan) -> WorldResult:
     settings = write_settings(
         folder,
         name,
@@ -115,7 +118,7 @@ def _world(request: VerifyRequest, folder: Path, name: str, plan: Plan) -> World
         plan=asdict(plan),
         data_parts=Mesh.parse(request.plan.mesh).data_size,  # in one process too: its batches are as large
     )
-    return run_world(folder, settings, plan.world_size, request.preload, LOOP_RANK)
+    return run_world(start, folder, settings, plan.world_size, request.preload, LOOP_RANK)
 
 
 def _read(folder: Path, run: str, ranks: int) -> list[RankResult]:

@@ -51,6 +51,7 @@ class _Recorder(StepObserver):
         self.job = job
         self.steps = steps
         self.tensors: dict[str, torch.Tensor] = {}
+        # No weights: without a loader each rank may count the same samples, and their mean is that of one process.
         self.facts: dict[str, Any] = {"losses": [], "weights": [], "norms": [], "rates": [], "drawn": []}
         self.facts["draws"] = [hash_of_draws()]
         self.digest = DrawDigest(lambda: is_called_by(job.model))
@@ -81,7 +82,6 @@ class _Recorder(StepObserver):
         assert self.job.last is not None
         self.facts["drawn"].append(self.digest.take())
         self.facts["losses"].append(self.job.last.loss)
-        self.facts["weights"].append(self.job.last.weight)
         self.facts["norms"].append(self.job.last.gradient_norm or 0.0)
         groups = groups_of(self.job.optimizer)
         self.facts["rates"].append([float(group["lr"]) for group in groups if "lr" in group])
