@@ -198,6 +198,57 @@ def test_without_a_bug_it_is_the_same_step(rate, is_warm, plan):
     assert verdict.word in ("equal", "rounding"), "\n".join(verdict.lines())
 
 
+UPDATE = "        job.backward(loss)\n        optimizer.step()\n"
+ZERO = "        optimizer.zero_grad()\n"
+MADE = "model = Net()\n"
+PREPARE = "job, model, optimizer, scheduler, loader = paceline.prepare(model, optimizer, scheduler, loader)"
+
+
+def with_more(name, made):
+    return PREPARE.replace("job, ", f"job, {name}, ").replace("prepare(", f"prepare({made}, ")
+
+
+# What is changed in the loop: pairs of old and new text.
+RIGHT = {
+    "clipping": [(UPDATE, "        job.backward(loss)\n        job.clip(0.1)\n        optimizer.step()\n")],
+    "accumulation": [
+        (ZERO, ""),
+        (UPDATE, "        job.backward(loss / 2, share=0.5)\n        count = globals().get('count', 0) + 1\n"
+         "        if count % 2 == 0:\n            optimizer.step()\n            optimizer.zero_grad()\n"),
+    ],
+    "a scaler": [
+        (PREPARE, with_more("scaler", "torch.amp.GradScaler('cpu')")),
+        (UPDATE, "        job.backward(scaler.scale(loss))\n        scaler.step(optimizer)\n"
+         "        scaler.update()\n"),
+    ],
+    "tied weights": [(MADE, "model = Net()\nmodel.again = model.last\nmodel.first.bias = model.norm.bias\n")],
+    "gradients by sign": [("torch.optim.AdamW(", "torch.optim.Rprop(")],
+    "a frozen average": [
+        (MADE, "model = Net()\nimport copy\naverage = copy.deepcopy(model).requires_grad_(False)\n"),
+        (PREPARE, with_more("average", "average")),
+        ("        scheduler.step()\n", "        scheduler.step()\n        with torch.no_grad(), job.gathered():\n"
+         "            for mean, own in zip(average.parameters(), model.parameters()):\n"
+         "                mean.lerp_(own, 0.1)\n"),
+    ],
+}  # fmt: skip
+
+
+def right_loop(name):
+    text = loop()
+    for old, new in RIGHT[name]:
+        assert old in text, old
+        text = text.replace(old, new)
+    return text
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2", pytest.param("shard=2,zero=1", marks=SLOW)])
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_loop_is_the_same_step(name, plan):
+    verdict = verify_loop(right_loop(name), plan)
+    assert verdict.word in ("equal", "rounding"), "\n".join(verdict.lines())
+    assert not verdict.notices, verdict.notices
+
+
 def dropping():
     plain = "F.relu(self.norm(self.first(inputs)))"
     assert plain in LOOP

@@ -262,7 +262,7 @@ def bound_of(reference: Reference, key: str, largest: Mapping[tuple[int, str], f
         # The noise may be all of it, where a sign-like optimizer makes a whole step of a gradient that is rounding.
         rounding = 4 * EPSILON[reference.precision] * largest_finite(reference.tensors[f"{step}/parameter/{name}"])
         return noise + rounding + _CHANGE * largest_finite(reference.tensors[key])
-    if reference.precision == "float64":
+    if reference.precision == "float64" and not (kind == "state" and _is_of_rounding(reference, step, name, largest)):
         noise = min(noise, _NOISE_AT_MOST * largest_of_kind)
     # Sums that cancel (the gradient of a key's bias) keep the rounding of the large values that they were made of.
     cancellation = 0.0
@@ -270,6 +270,14 @@ def bound_of(reference: Reference, key: str, largest: Mapping[tuple[int, str], f
         cancellation = tolerance.kind * largest_of_kind
     rounding = tolerance.tensor * largest_finite(reference.tensors[key])
     return noise + rounding + cancellation + TURNED * reference.turned.get(key, 0.0)
+
+
+def _is_of_rounding(reference: Reference, step: int, name: str, largest: Mapping[tuple[int, str], float]) -> bool:
+    """True if a parameter's gradient is rounding alone, as of a bias before batch norm: Rprop keeps its signs."""
+    gradient = f"{step}/gradient/{name}"
+    if gradient not in reference.tensors:
+        return False
+    return largest_finite(reference.tensors[gradient]) <= bound_of(reference, gradient, largest)
 
 
 def largest_finite(values: Array) -> float:
