@@ -620,6 +620,37 @@ def micro_batches_draw_the_same():
     wrap(local, "checked_loss", checked)
 
 
+# --- what another step draws
+
+REPEATED = "draws the dropout masks of step 1 once more"
+
+
+@mutant("replicate=2", what=("step", "draws"), says=REPEATED)
+def masks_without_the_step():
+    from paceline.train.job import Job
+
+    def step(plain, self, batch):
+        torch.manual_seed(3 + self.random_stream)
+        return plain(self, batch)
+
+    wrap(Job, "step", step)
+
+
+@mutant("tensor=2", what=("step", "draws"), subject="hidden", says=REPEATED)
+def masks_of_a_graph_without_the_step():
+    masks_without_the_step()
+
+
+@mutant("pipeline=2", what=("step", "draws"), says=REPEATED)
+def masks_of_a_stage_without_the_step():
+    masks_without_the_step()
+
+
+@mutant("replicate=2", subject="noisy", what=("step", "draws"), says=REPEATED)
+def noise_without_the_step():
+    masks_without_the_step()
+
+
 # --- what another rank draws
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 
 import pytest
@@ -170,3 +171,40 @@ def test_what_cannot_be_verified_says_why(case, tmp_path):
     said = ended.out if ended.code == 1 else ended.err
     assert says in said
     assert ended.code == 1 or "\n  fix: " in said
+
+
+COUNTED = """
+import os, sys
+
+class Count:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            with open(os.environ["COUNT_FILE"], "a") as file:
+                file.write(f"{os.getpid()}\\n")
+
+sys.meta_path.insert(0, Count())
+"""
+
+SHORT_LOOP = """
+import torch, paceline
+model = torch.nn.Sequential(torch.nn.Linear(2, 32), torch.nn.Dropout(), torch.nn.Linear(32, 1))
+job, model, optimizer = paceline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for _ in range(3):
+    optimizer.zero_grad()
+    job.backward(model(torch.ones(8, 2)).mean(), weight=8)
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("kind", ["a workload", "a loop"])
+def test_torch_is_imported_by_one_process(tmp_path, kind):
+    (tmp_path / "sitecustomize.py").write_text(COUNTED)
+    path = write(tmp_path)
+    if kind == "a loop":
+        (tmp_path / "model_file.py").write_text(SHORT_LOOP)
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    count = tmp_path / "count.txt"
+    ended = paceline(tmp_path, "verify", "-n", "2", path, PYTHONPATH=paths, COUNT_FILE=str(count))
+    assert ended.code == 0, ended.out + ended.err
+    assert "dropout" in ended.out
+    assert len(set(count.read_text().split())) == 1

@@ -49,6 +49,7 @@ from paceline.graph.refused_calls import effects_as_written
 from paceline.graph.transformers_hooks import install_recording_hooks
 from paceline.graph.writes import Write, WriteLog, check_same_writes, run_on_fakes, wants_gradient, written_inputs
 from paceline.nouns.errors import PacelineError, WorkloadError
+from paceline.nouns.own_errors import note_own_error
 
 Function = Callable[[torch.nn.Module, Any], Any]
 _NOT_OF_THE_USER = ("/torch/", "/paceline/graph/", "/paceline/parallel/", "/paceline/verify/")  # parts of paths
@@ -526,6 +527,8 @@ def _refusals() -> Iterator[None]:
             + fix,
         ) from error
     except Exception as error:
+        if note_own_error(error):
+            raise
         raise NoGraphError(
             "to be split, the model should be a graph of torch operations",
             f"{type(error).__name__} at {_where(error)}: {str(error).strip().partition(chr(10))[0]:.200}",

@@ -17,6 +17,7 @@ import sys
 from dataclasses import asdict, dataclass, field
 
 from paceline.launch.rank_assignment import HostRanks, Rendezvous
+from paceline.launch.template import Process, Start
 from paceline.nouns import module_names
 from paceline.nouns.errors import ReadError, UsageError
 from paceline.nouns.reading import parse_json
@@ -96,7 +97,7 @@ class RankSettings:
 class ForkServer:
     """The running fork server: its process, the control socket, and the reading ends of the ranks' output."""
 
-    process: subprocess.Popen[bytes]
+    process: Process
     control: socket.socket
     outputs: dict[int, int]  # by rank
 
@@ -106,8 +107,8 @@ def can_fork() -> bool:
     return sys.platform.startswith("linux")
 
 
-def start_ranks(settings: RankSettings) -> ForkServer:
-    """Start the fork server, and tell it to start this host's ranks.
+def start_ranks(settings: RankSettings, start: Start = subprocess.Popen) -> ForkServer:
+    """Start the fork server, by `start`, and tell it to start this host's ranks.
 
     Raises:
         UsageError: a process may not open as many files as it will need.
@@ -128,7 +129,7 @@ def start_ranks(settings: RankSettings) -> ForkServer:
     # Blocked, and inherited so: until the fork server ignores it, SIGINT would be a KeyboardInterrupt in its imports.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        process = subprocess.Popen(
+        process = start(
             command,
             stdin=subprocess.DEVNULL,
             stdout=2,  # an agent's standard output is its connection

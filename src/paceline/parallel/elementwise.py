@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from paceline.nouns.errors import PlanError
+from paceline.nouns.own_errors import note_own_error
 from paceline.parallel.low_precision_states import CutOf, is_low_precision, updated_whole
 from paceline.parallel.optimizer_list import alone
 from paceline.parallel.optimizer_parts import DECLARATION, groups_of
@@ -74,6 +75,8 @@ def _find_whole_parameters(optimizer: torch.optim.Optimizer, axes: Sequence[str]
     except Exception as error:  # whatever a person's class may raise
         if is_declared:
             return whole
+        if note_own_error(error):
+            raise
         raise PlanError(
             f"the axis {axes[0]} gives each rank a part of each parameter, and before the first step it is found out "
             f"whether {type(optimizer).__name__} can work on parts",

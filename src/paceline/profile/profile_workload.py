@@ -12,6 +12,7 @@ import dataclasses
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 
 from paceline.launch.process_exit import exit_process
 from paceline.nouns.errors import PacelineError, WorkloadError
+from paceline.nouns.own_errors import own_error, own_line
 from paceline.nouns.plan import Plan
 from paceline.nouns.reading import read_json
 from paceline.nouns.workload import Workload
@@ -59,7 +61,9 @@ def _answer(number: int, workload: Workload, request: dict[str, Any], folder: Pa
         profile = simulate(workload, plan, request["rank"], request["device"], request["is_brief"])
     except PacelineError as error:
         return _failed(number, error)
-    except Exception as error:  # of the user's code; the next request may do without it
+    except Exception as error:  # of the user's code, mostly; the next request may do without it
+        if line := own_line(error):
+            return _failed(number, own_error(line, "".join(traceback.format_exception_only(error)).strip()))
         first_line = str(error).splitlines()[0] if str(error) else "nothing more"
         asked = f"can't simulate a step of {sys.argv[0]} under {request['plan']['mesh']}"
         found = f"it raised {type(error).__name__}: {first_line}"

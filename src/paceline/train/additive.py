@@ -33,6 +33,7 @@ from torch import nn
 from paceline.comm.batch_norm import SharedForward
 from paceline.comm.dtypes import as_real, has_fractions
 from paceline.nouns.errors import LossError, PacelineError
+from paceline.nouns.own_errors import own_line
 from paceline.nouns.workload import Workload
 from paceline.parallel.micro_batches import checked_loss
 from paceline.parallel.model_adapter import EagerAdapter, ModelAdapter
@@ -211,8 +212,9 @@ def _try_copies(factory: _CopyFactory, loss: Loss, given: tuple[Sequence[Trial],
             return None  # the copies took no part in what was computed
         except (PacelineError, _UndecidableError):
             raise
-        except Exception:  # the next mode may do; the first step shows what does not run at all
-            continue
+        except Exception as error:  # the next mode may do; the first step shows what does not run at all
+            if line := own_line(error):
+                notice(f"Paceline's trial of the loss failed at {line}, by a bug of Paceline: {error!r:.200}")
     return has_run
 
 
@@ -576,7 +578,9 @@ def _check_repeats(first: _Evaluation, again: _Evaluation, mode: _TrialMode) -> 
         raise _UndecidableError("two runs of one batch gave different losses")
 
 
-def _does_not_add_up(difference: str) -> LossError:
+def _does_not_add_up(difference: str, is_captured: bool = False) -> LossError:
+    if is_captured:  # not the user's own code has computed it
+        difference += ", as the split model computes it; verify a smaller model to see whether Paceline splits it wrong"
     return LossError(
         "the loss of a batch should be the sum of its samples' losses, so that the batch can be split",
         difference,
@@ -612,7 +616,7 @@ def _try_without_copy(placed: ModelAdapter, workload: Workload, loader: RankLoad
                     return False
                 if difference := _difference(results, mode, trial.sizes):
                     _check_repeats(results[0], evaluate(batches[0]), mode)
-                    raise _does_not_add_up(difference)
+                    raise _does_not_add_up(difference, placed.is_captured)
     except (PacelineError, _UndecidableError):
         raise
     except Exception:  # the first step fails the same way, on a batch of the person's

@@ -25,4 +25,6 @@ def read_settings(path: Path) -> tuple[dict[str, Any], Path]:
 
 def refuse(folder: Path, error: PacelineError) -> None:
     """Write refused.json, which says why there is no answer."""
-    (folder / "refused.json").write_text(json.dumps({"asked": error.asked, "found": error.found, "fix": error.fix}))
+    parts = {"asked": error.asked, "found": error.found, "fix": error.fix}
+    is_own = type(error) is PacelineError  # no refusal, but an error of ours: see `nouns/own_errors.py`
+    (folder / "refused.json").write_text(json.dumps({"is_own": is_own, "parts": parts}))

@@ -1,30 +1,46 @@
 """Verify a file with a loop of its own (`paceline.prepare`): its steps on several ranks against those in one process.
 
-The file runs twice, in float64 and with dropout by value: as one process and as the plan's ranks. After each step the
-loss and every parameter must agree. What is compared is the loop itself, so there is no dry run and no prediction.
+The file runs in float64 and with dropout by value: as the plan's ranks, as one process, and so once more with every
+module's result moved by one rounding, which measures the bound. After each step losses, gradients, buffers, optimizer
+states and parameters must agree. What is compared is the loop itself, so there is no dry run and no prediction.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from paceline.launch.template import Start
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
+from paceline.verify.judge.check_dropout import check_draws_of_loop
+from paceline.verify.judge.checks import check_step
+from paceline.verify.judge.compare import (
+    Difference,
+    RankResult,
+    Reference,
+    differences,
+    largest_finite,
+    module_of,
+    read_ranks,
+    tolerance_of,
+    with_changes,
+)
 from paceline.verify.judge.verdict import FirstDifference, Verdict
-from paceline.verify.processes import LOOP_RANK, WorldResult, run_world, write_settings
+from paceline.verify.processes import LOOP_RANK, WorldResult, one_import, run_world, write_settings
 from paceline.verify.prove import USUAL, VerifyRequest, check_plan, check_was_not_killed
 
-# Float64 rounds by 2e-16; a step's sums and Adam's division by small roots carry that some digits up. A wrong weight
-# of a batch changes the first digits.
+# Where rounding can't be measured. Float64 rounds by 2e-16; a step's sums and Adam's division by small roots carry that
+# some digits up. A wrong weight of a batch changes the first digits.
 BOUND = 1e-8
+_CHAOTIC = 1e-6  # what one rounding may change of a loss: a bug could not be told from more
+_SCALARS = ("losses", "weights", "norms")
 _CAUSES = (
     "the loss is no mean over the samples that are its weight, or the loop draws by itself, as torch.randn does, which "
     "differs between ranks: draw in the data set's []"
@@ -48,37 +64,36 @@ def prove_loop(request: VerifyRequest, say: Callable[[str], None] = lambda text:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # children inherit it: CPU arithmetic is compared
     verdict = Verdict(request.plan.line())
     verdict.precision = "float64"
-    with tempfile.TemporaryDirectory(prefix="paceline-verify-") as temporary:
+    with tempfile.TemporaryDirectory(prefix="paceline-verify-") as temporary, one_import(request.preload) as start:
         folder = (request.keep or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         ranks = request.plan.world_size
         say(f"{request.plan.line()}: {request.steps} steps on {ranks} ranks, and in one process")
-        world = _run(request, folder, "ranks", request.plan)
-        alone = _run(request, folder, "alone", Plan(mesh="replicate=1"))
+        world = _run(start, request, folder, "ranks", request.plan)
+        alone = _run(start, request, folder, "alone", Plan(mesh="replicate=1"))
         if not alone.is_done:
+            if (own := alone.own_failure()) is not None:
+                raise own
             raise WorkloadError(
                 "the file should train in one process", alone.first_failure(), "see that it does: python FILE"
             )
         if not world.is_done:
             verdict.add("run", False, f"one process takes the steps, the ranks fail: {world.first_failure()}")
         else:
-            _compare(verdict, folder, ranks)
+            noisy = _world(
+                start, request, folder, "noisy", Plan(mesh="replicate=1")
+            )  # may fail: what is measured is missing
+            compare(verdict, folder, ranks, noisy.is_done)
+            if verdict.is_step_right and read_ranks(folder, "alone", 1)[0].facts["has_draws"]:
+                drawing = _run(start, request, folder, "draws", request.plan)
+                check_draws(verdict, folder, ranks, "" if drawing.is_done else drawing.first_failure())
     verdict.seconds = time.monotonic() - began_s
     return verdict
 
 
-def _run(request: VerifyRequest, folder: Path, name: str, plan: Plan) -> WorldResult:
-    settings = write_settings(
-        folder,
-        name,
-        script=str(request.script),
-        arguments=list(request.arguments),
-        steps=request.steps,
-        run=name,
-        plan=asdict(plan),
-        data_parts=Mesh.parse(request.plan.mesh).data_size,  # in one process too: its batches are as large
-    )
-    world = run_world(folder, settings, plan.world_size, request.preload, LOOP_RANK)
+def _run(start: Start, request: VerifyRequest, folder: Path, name: str, plan: Plan) -> WorldResult:
+    """Run the file, and raise its refusal if that is how it ends."""
+    world = _world(start, request, folder, name, plan)
     refusal = world.refusal()
     if refusal is not None and not world.hang.has_hung:
         raise refusal
@@ -86,62 +101,103 @@ def _run(request: VerifyRequest, folder: Path, name: str, plan: Plan) -> WorldRe
     return world
 
 
-def _compare(verdict: Verdict, folder: Path, ranks: int) -> None:
-    """Enter whether each rank's steps are those of one process."""
-    # torch is imported here, and not by the command before it is needed.
-    from safetensors.torch import load_file
+def options_of(run: str) -> dict[str, Any]:
+    """Return in which way a run, by its name, is another than that of the plan's ranks."""
+    return {"is_noisy": run == "noisy", "draws": run == "draws"}
 
-    expected = load_file(folder / "alone-0.safetensors")
-    expected_facts = json.loads((folder / "alone-0.json").read_text())
-    verdict.is_compared = True
-    verdict.is_bitwise = True
-    largest = 0.0
-    for rank in range(ranks):
-        facts = json.loads((folder / f"ranks-{rank}.json").read_text())
-        tensors = load_file(folder / f"ranks-{rank}.safetensors")
-        for row in _rows(expected, expected_facts, tensors, facts):
-            step, name, difference = row
-            largest = max(largest, difference)
-            verdict.is_bitwise = verdict.is_bitwise and difference == 0
-            if not difference <= BOUND:
-                verdict.add("step float64", False, f"rank {rank}: {name} differs by {difference:.1e} after step {step}")
-                verdict.culprit = _culprit(step, name)
-                return
-    verdict.largest = largest
-    steps = len(expected_facts["losses"])
-    parameters = len([name for name in expected if name.startswith("0/")])
-    verdict.add(
-        "step float64",
-        True,
-        f"{steps} steps on {ranks} ranks: the loss and {parameters} parameters agree, the largest difference is "
-        f"{largest:.1e}",
+
+def _world(start: Start, request: VerifyRequest, folder: Path, name: str, plan: Plan) -> WorldResult:
+    settings = write_settings(
+        folder,
+        name,
+        script=str(request.script),
+        arguments=list(request.arguments),
+        steps=request.steps,
+        run=name,
+        **options_of(name),
+        plan=asdict(plan),
+        data_parts=Mesh.parse(request.plan.mesh).data_size,  # in one process too: its batches are as large
     )
+    return run_world(start, folder, settings, plan.world_size, request.preload, LOOP_RANK)
 
 
-def _rows(
-    expected: dict[str, Any], expected_facts: dict[str, Any], tensors: dict[str, Any], facts: dict[str, Any]
-) -> list[tuple[int, str, float]]:
-    """Return step, name and relative difference of everything that is compared, in the order of the steps."""
-    rows: list[tuple[int, str, float]] = []
-    counts = len(expected_facts["losses"]), len(facts["losses"])
-    if counts[0] != counts[1] or expected.keys() != tensors.keys():
-        return [(min(counts) + 1, "the number of steps", float("inf"))]
-    for key, value in expected.items():
-        step, _, name = key.partition("/")
-        distance = float((tensors[key] - value).norm())
-        rows.append((int(step), name, distance / max(float(value.norm()), 1e-6)))
-    for number, (loss, other) in enumerate(zip(expected_facts["losses"], facts["losses"], strict=True), 1):
-        rows.append((number, "the loss", abs(loss - other) / max(abs(loss), 1e-6)))
-    # The loss of a step comes before what the step made of the parameters.
-    return sorted(rows, key=lambda row: (row[0], row[1] != "the loss"))
+def _read(folder: Path, run: str, ranks: int) -> list[RankResult]:
+    """Read what a run's ranks wrote, and what each step changed of the parameters."""
+    results = read_ranks(folder, run, ranks)
+    for result in results:
+        result.tensors = with_changes(result.tensors)
+    return results
 
 
-def _culprit(step: int, name: str) -> FirstDifference:
-    if name == "the number of steps":
-        return FirstDifference("", "", "later step", "the ranks take another number of steps than one process")
-    if step == 0:
-        return FirstDifference(name.rpartition(".")[0], "", "start", f"{name} is another before the first step")
-    if name == "the loss":
+def _read_reference(verdict: Verdict, folder: Path, has_noise: bool) -> Reference:
+    """Read the steps of one process, and how far one rounding in each module moves them."""
+    (alone,) = _read(folder, "alone", 1)
+    facts = {**alone.facts, "scalar_noise": {}, "scalar_turned": dict.fromkeys(_SCALARS, 0.0)}
+    reference = Reference(alone.tensors, {}, facts, "float64")
+    noisy = _read(folder, "noisy", 1)[0] if has_noise else alone
+    is_measured = has_noise and noisy.tensors.keys() == alone.tensors.keys()
+    for name in _SCALARS:
+        pairs = list(zip(alone.facts[name], noisy.facts[name], strict=False))
+        facts["scalar_noise"][name] = max((abs(a - b) / max(abs(a), 1e-300) for a, b in pairs), default=0.0)
+    if not is_measured or facts["scalar_noise"]["losses"] > _CHAOTIC:
+        assumed = BOUND / tolerance_of(reference).noise
+        verdict.notices.append(f"rounding could not be measured on this loop: differences up to {BOUND:.0e} pass")
+        facts["scalar_noise"] = dict.fromkeys(_SCALARS, assumed)
+        reference.noise = {key: assumed * largest_finite(values) for key, values in alone.tensors.items()}
+        return reference
+    for key, values in alone.tensors.items():
+        reference.noise[key] = largest_finite(values.astype("f8") - noisy.tensors[key].astype("f8"))
+    return reference
+
+
+def compare(verdict: Verdict, folder: Path, ranks: int, has_noise: bool) -> None:
+    """Enter whether each rank's steps are those of one process."""
+    reference = _read_reference(verdict, folder, has_noise)
+    results = _read(folder, "ranks", ranks)
+    expected = len(reference.facts["losses"])
+    for result in results:
+        steps = len(result.facts["losses"])
+        if steps != expected:
+            verdict.add("step float64", False, f"rank {result.rank} takes {steps} steps, one process {expected}")
+            message = "the ranks take another number of steps than one process"
+            verdict.culprit = FirstDifference("", "", "later step", message)
+            return
+    found = differences(reference, results)
+    check_step(verdict, reference, results, found=found)
+    if not verdict.checks[-1].passed:
+        verdict.culprit = _culprit(verdict.checks[-1].details["scalars"], found)
+
+
+def check_draws(verdict: Verdict, folder: Path, ranks: int, failure: str = "") -> None:
+    """Enter whether the ranks' own dropout, in one more run, is right."""
+    if failure:
+        verdict.add("dropout", False, f"with the model's own dropout the ranks fail: {failure}")
+    else:
+        check_draws_of_loop(verdict, read_ranks(folder, "draws", ranks))
+
+
+# What can be said of the first tensor that differs, by its kind.
+_WHERE = {
+    "gradient": ("backward", "the gradient of {} that the update sees in step {} is another"),
+    "buffer": ("buffer", "the buffer {} is another after step {}"),
+    "state": ("update", "the optimizer's {} is another after step {}, though its gradient is the same"),
+    "change": ("update", "{} is changed otherwise in step {}, though its gradient is the same"),
+    "parameter": ("update", "{} is another after step {}"),
+}
+
+
+def _culprit(scalars: Sequence[str], found: Sequence[Difference]) -> FirstDifference:
+    """Say which comes first: a loss, a tensor or a learning rate."""
+    first = found[0] if found else None
+    if first is not None and not first.step:
+        message = f"{first.name} is another before the first step"
+        return FirstDifference(module_of(first.name), "", "start", message)
+    is_loss = scalars and scalars[0].startswith("step ") and ": the loss " in scalars[0]
+    step = int(scalars[0].split()[1].rstrip(":")) if is_loss else 0
+    if is_loss and (first is None or step <= first.step):
         return FirstDifference("", "", "loss", f"the loss of step {step} is another; {_CAUSES}")
-    message = f"{name} is another after step {step}, though the loss before it is the same"
-    return FirstDifference(name.rpartition(".")[0], "", "update", message)
+    if first is None:
+        return FirstDifference("", "", "update", scalars[0])
+    phase, message = _WHERE[first.kind]
+    how = f": {first.found}" if first.found else ""
+    return FirstDifference(module_of(first.name), "", phase, message.format(first.name, first.step) + how)

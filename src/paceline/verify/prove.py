@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.launch.template import Start
 from paceline.nouns import module_names
 from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.nouns.mesh import Mesh
@@ -29,7 +30,7 @@ from paceline.verify.judge.compare import RankResult, Reference, differences, re
 from paceline.verify.judge.localize import blame_disorder, blame_loading, find_first_difference, find_in_narrow
 from paceline.verify.judge.order import Call, Disorder, find_disorder, read_trace
 from paceline.verify.judge.verdict import Verdict
-from paceline.verify.processes import WorldResult, finish_child, run_world, start_child, write_settings
+from paceline.verify.processes import WorldResult, finish_child, one_import, run_world, start_child, write_settings
 
 WHAT = ("order", "step", "traffic", "resume", "reshard")
 USUAL = ("order", "step", "traffic")
@@ -61,21 +62,22 @@ def prove(request: VerifyRequest, say: Callable[[str], None] = lambda text: None
     """
     began_s = time.monotonic()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # children inherit it: CPU arithmetic is compared
-    with tempfile.TemporaryDirectory(prefix="paceline-verify-") as temporary:
+    with tempfile.TemporaryDirectory(prefix="paceline-verify-") as temporary, one_import(request.preload) as start:
         folder = (request.keep or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise WorkloadError(
                 f"the folder {folder} for what the processes write", "it is not empty", "name a new one"
             )
-        verdict = _Proof(request, folder, say).run()
+        verdict = _Proof(request, folder, say, start).run()
     verdict.seconds = time.monotonic() - began_s
     return verdict
 
 
 class _Proof:
-    def __init__(self, request: VerifyRequest, folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, request: VerifyRequest, folder: Path, say: Callable[[str], None], start: Start) -> None:
         self.request = request
+        self.start = start
         self.folder = folder
         self.say = say
         self.plan = request.plan
@@ -94,7 +96,8 @@ class _Proof:
     def _dry_run(self) -> bool:
         """Play every rank in one process; return True if nothing is wrong that would be wrong in the ranks too."""
         settings = self._settings("dry", plan=asdict(self.plan))
-        finish_child(start_child(module_names.VERIFY_DRY_RUN, settings), self.folder, "a dry run of the workload")
+        child = start_child(self.start, module_names.VERIFY_DRY_RUN, settings)
+        finish_child(child, self.folder, "a dry run of the workload")
         self.dry = json.loads((self.folder / "dry.json").read_text())
         self.verdict.precision = self.dry["precision"]
         batch_size = self.dry["models"][0][0]["batch_size"]
@@ -116,6 +119,7 @@ class _Proof:
         self.say(f"{self.plan.line()}: {self.request.steps} steps in one process and on {self.plan.world_size} ranks")
         # At the same time: neither needs anything of the other before the comparison.
         reference = start_child(
+            self.start,
             module_names.VERIFY_REFERENCE,
             self._settings("reference", precisions=precisions, steps=self.request.steps),
         )
@@ -124,8 +128,7 @@ class _Proof:
             # Before the ranks' failures are looked at: if one process refuses the workload too, that is the reason.
             finish_child(reference, self.folder, "the steps in one process")
         finally:  # also when the ranks raise: no child outlives the command
-            reference.kill()
-            reference.wait()
+            reference.end()
         if not world.is_done:
             self._explain(world, precisions)
             return
@@ -146,7 +149,7 @@ class _Proof:
 
     def _ranks(self, name: str, plan: Plan, runs: list[dict[str, Any]]) -> WorldResult:
         settings = self._settings(name, runs=runs)
-        return run_world(self.folder, settings, plan.world_size, self.request.preload)
+        return run_world(self.start, self.folder, settings, plan.world_size, self.request.preload)
 
     def _settings(self, name: str, **more: Any) -> Path:
         script = {"script": str(self.request.script), "arguments": list(self.request.arguments)}
@@ -208,7 +211,8 @@ class _Proof:
                     )
                 self.verdict.notices += reference.facts["notices"]
                 check_step(self.verdict, reference, self._results(precision))
-            check_draws(self.verdict, self._results("draws"))
+            facts = json.loads((self.folder / "reference-float64.json").read_text())
+            check_draws(self.verdict, self._results("draws"), facts["repeats_draws"])
         if "traffic" in what:  # of the model's own graph: dropout by value takes other operations
             check_traffic(self.verdict, self.plan, self.dry["models"], self._results("draws"))
         self._find_culprit(precisions)
@@ -239,7 +243,7 @@ class _Proof:
         world = self._ranks("watch", self.plan, [run])
         if world.is_done:
             settings = self._settings("replay", plan=asdict(self.plan), ranks=self.plan.world_size)
-            child = start_child(module_names.VERIFY_REPLAY, settings)
+            child = start_child(self.start, module_names.VERIFY_REPLAY, settings)
             finish_child(child, self.folder, "the watched step in one process")
         return world
 

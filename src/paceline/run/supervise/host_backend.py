@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from paceline.launch.local import ForkServer, RankSettings, start_ranks
+from paceline.launch.template import Start
 from paceline.nouns.errors import PacelineError, ReadError
 from paceline.nouns.reading import COUNT, Whole, parse_json, parse_whole
 from paceline.run.failures import LEFT, lost_host, lost_server
@@ -98,14 +99,15 @@ class HostBackend(Protocol):
 class LocalBackend:
     """This host."""
 
-    def __init__(self, host: str = "") -> None:
+    def __init__(self, host: str = "", start: Start = subprocess.Popen) -> None:
         self.host = host
+        self.start_process = start
         self.server: ForkServer | None = None
         self.pids: dict[int, int] = {}
 
     def start(self, settings: RankSettings) -> None:
         """Start its ranks."""
-        self.server = start_ranks(settings)
+        self.server = start_ranks(settings, self.start_process)
 
     def listen(self, register: Listen, events: HostEvents) -> None:
         """Register the fork server's words and the ranks' output."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 from paceline.launch.local import RankSettings
 from paceline.launch.rank_assignment import HostRanks, Rendezvous, with_servers
+from paceline.launch.template import Start
 from paceline.nouns.clock import Clock, WallClock
 from paceline.nouns.errors import UsageError
 from paceline.run.failures import first_cause, left_early, read_failures, signal_name, silent_death
@@ -61,6 +63,7 @@ class JobRequest:
         stall_notice_s: seconds without progress after which people are told where the ranks stand; 0: never.
         private: the job's private folder, of whoever asks for the job; None: one is made, and removed at its end.
         function: a descriptor of what every rank calls, in place of `script`; -1: nothing.
+        start: what starts the fork server on this host.
     """
 
     script: Path
@@ -77,6 +80,7 @@ class JobRequest:
     stall_notice_s: float = DEFAULT_S
     private: PrivateFolder | None = None
     function: int = -1
+    start: Start = subprocess.Popen
 
 
 @dataclass(slots=True)
@@ -192,7 +196,9 @@ class Supervisor:
 
     def _local_assignment(self, private: PrivateFolder) -> HostAssignment:
         (host_ranks,) = with_servers([HostRanks("", 0, self.request.ranks)], self.request.servers)
-        return HostAssignment(LocalBackend(), host_ranks, Rendezvous(str(private.path / "rendezvous")))
+        return HostAssignment(
+            LocalBackend(start=self.request.start), host_ranks, Rendezvous(str(private.path / "rendezvous"))
+        )
 
     def _start(self, assignment: HostAssignment, private: PrivateFolder | None) -> None:
         request = self.request

@@ -12,12 +12,19 @@ from paceline.verify.judge.verdict import FirstDifference, Verdict
 # Part of the batch and pipeline rank: each pair draws random numbers of its own, and ranks of one pair the same. See
 # `Mesh.random_stream`.
 Stream = tuple[int, int]
+_ENOUGH = 20  # bits of chance: two steps draw that much alike once in a million
 
 
-def check_draws(verdict: Verdict, ranks: list[RankResult]) -> None:
-    """Compare what ranks draw and keep; then the copies of every parameter after steps with dropout."""
+def check_draws(verdict: Verdict, ranks: list[RankResult], may_repeat: bool = False) -> None:
+    """Compare what ranks draw and keep; then the copies of every parameter after steps with dropout.
+
+    Args:
+        verdict: gets a line.
+        ranks: results of steps with the model's own dropout.
+        may_repeat: in one process the model draws the same in each step, too.
+    """
     # From causes to effects: random states, masks, pieces of masks, parameters.
-    message = _wrong_streams(ranks) or _wrong_masks(ranks)
+    message = _wrong_streams(ranks) or ("" if may_repeat else _repeated_draws(ranks)) or _wrong_masks(ranks)
     if message:
         verdict.add("dropout", False, message)
         return
@@ -31,6 +38,28 @@ def check_draws(verdict: Verdict, ranks: list[RankResult]) -> None:
         verdict.add("dropout", False, f"with the model's own dropout, copies of {unequal} drift apart between ranks")
         return
     verdict.add("dropout", True, "parts of the batch and pipeline stages draw their own masks; copies stay equal")
+
+
+def check_draws_of_loop(verdict: Verdict, ranks: list[RankResult]) -> None:
+    """Check that no step of a loop draws what another drew, and that copies of parameters stay equal."""
+    message = _wrong_streams(ranks) or _repeated_draws(ranks)
+    if message:
+        verdict.add("dropout", False, message)
+        return
+    unequal = _unequal_copies(ranks)
+    if unequal:
+        verdict.add("dropout", False, f"with the model's own dropout, copies of {unequal} drift apart between ranks")
+        return
+    verdict.add("dropout", True, "each step draws its own masks; copies stay equal")
+    for step, drawn in enumerate(zip(*(result.facts["drawn"] for result in ranks), strict=True), 1):
+        owners: dict[float, Stream] = {}
+        for result, (digest, bits) in zip(ranks, drawn, strict=True):
+            if bits >= _ENOUGH and owners.setdefault(digest, _stream(result)) != _stream(result):
+                # The loop may have seeded by itself, which is not Paceline's to judge.
+                verdict.notices.append(
+                    f"in step {step} parts of the batch draw the same dropout: seed before paceline.prepare, not after"
+                )
+                return
 
 
 def check_same_draws(verdict: Verdict, saved: list[RankResult], loaded: list[RankResult]) -> None:
@@ -69,6 +98,17 @@ def _wrong_streams(ranks: list[RankResult]) -> str:
             if owner != stream:
                 both = f"{_stream_name(owner, ranks)} and {_stream_name(stream, ranks)}"
                 return f"step {step + 1}: {both} draw the same random numbers: their dropout is equal"
+    return ""
+
+
+def _repeated_draws(ranks: list[RankResult]) -> str:
+    """Say which step draws what an earlier step has drawn, as where the seed leaves the step out; "" if none."""
+    for result in ranks:
+        seen: dict[float, int] = {}
+        for step, (digest, bits) in enumerate(result.facts["drawn"], 1):
+            earlier = seen.setdefault(digest, step)
+            if bits >= _ENOUGH and earlier != step:
+                return f"step {step}: rank {result.rank} draws the dropout masks of step {earlier} once more"
     return ""
 
 

@@ -21,7 +21,7 @@ from paceline.nouns.shard_spec import FLAT, ShardSpec
 
 Array = np.ndarray[Any, Any]
 EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-10}
-KINDS = ("gradient", "buffer", "state", "parameter")  # in the order in which a step makes them
+KINDS = ("gradient", "buffer", "state", "change", "parameter")  # in the order in which a step makes them
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,7 @@ class Tolerance:
 _TOLERANCES = {"float64": Tolerance(200, 1e-10, 1e-13)}
 
 TURNED = 2.0  # times what the runs with moved gradients changed: allowed on top of the rest
+_CHANGE = 1e-8  # of a step's largest change of a parameter: Adam divides by small roots, which carries rounding up
 _NOISE_AT_MOST = 0.05  # of the largest value of its kind, in float64: noise must not hide a value that is simply wrong
 
 
@@ -135,6 +136,20 @@ def split_key(key: str) -> tuple[int, str, str, str]:
         state, name = name.split("/", 1)
         return int(step), kind, name, state
     return int(step), kind, name, ""
+
+
+def with_changes(tensors: Mapping[str, Array]) -> dict[str, Array]:
+    """Return the tensors and, under STEP/change/NAME, what each step changed of a parameter that comes twice.
+
+    With a small learning rate an update that is wrong by half is nothing beside the parameter.
+    """
+    changes = {}
+    for key, values in tensors.items():
+        step, kind, name, _ = split_key(key)
+        before = tensors.get(f"{step - 1}/parameter/{name}")
+        if kind == "parameter" and before is not None and before.shape == values.shape:
+            changes[f"{step}/change/{name}"] = values - before
+    return {**tensors, **changes}
 
 
 def take(full: Array, shard_spec: ShardSpec | None) -> Array:
@@ -250,20 +265,32 @@ def bound_of(reference: Reference, key: str, largest: Mapping[tuple[int, str], f
     zero: what that does was measured by moving all gradients as far as they may be off, in both directions.
     """
     tolerance = tolerance_of(reference)
-    step, kind, _, state = split_key(key)
+    step, kind, name, state = split_key(key)
     largest_of_kind = largest[step, kind + state]
     noise = tolerance.noise * reference.noise.get(key, 0.0)
-    if reference.precision == "float64":
+    if kind == "change":
+        # The noise may be all of it, where a sign-like optimizer makes a whole step of a gradient that is rounding.
+        rounding = 4 * EPSILON[reference.precision] * largest_finite(reference.tensors[f"{step}/parameter/{name}"])
+        return noise + rounding + _CHANGE * largest_finite(reference.tensors[key])
+    if reference.precision == "float64" and not (kind == "state" and _is_of_rounding(reference, step, name, largest)):
         noise = min(noise, _NOISE_AT_MOST * largest_of_kind)
     # Sums that cancel (the gradient of a key's bias) keep the rounding of the large values that they were made of.
     cancellation = 0.0
     if kind in ("gradient", "state"):
         cancellation = tolerance.kind * largest_of_kind
-    rounding = tolerance.tensor * _largest_finite(reference.tensors[key])
+    rounding = tolerance.tensor * largest_finite(reference.tensors[key])
     return noise + rounding + cancellation + TURNED * reference.turned.get(key, 0.0)
 
 
-def _largest_finite(values: Array) -> float:
+def _is_of_rounding(reference: Reference, step: int, name: str, largest: Mapping[tuple[int, str], float]) -> bool:
+    """True if a parameter's gradient is rounding alone, as of a bias before batch norm: Rprop keeps its signs."""
+    gradient = f"{step}/gradient/{name}"
+    if gradient not in reference.tensors:
+        return False
+    return largest_finite(reference.tensors[gradient]) <= bound_of(reference, gradient, largest)
+
+
+def largest_finite(values: Array) -> float:
     """Return the largest finite absolute value; 0 if there is none."""
     finite = values
     if values.dtype.kind in "fc":
@@ -279,7 +306,7 @@ def largest_of_each_kind(reference: Reference) -> dict[tuple[int, str], float]:
     for key, values in reference.tensors.items():
         step, kind, _, state = split_key(key)
         before = largest.get((step, kind + state), 0.0)
-        largest[step, kind + state] = max(before, _largest_finite(values))
+        largest[step, kind + state] = max(before, largest_finite(values))
     return largest
 
 
@@ -296,8 +323,11 @@ def _check(
             error = float(np.abs(actual).max())
             yield Difference(step, kind, label, result.rank, error, 0, 0, "one process has none")
         return
-    expected = take(full, result.shard_spec(name, kind))
-    scale = _largest_finite(full)
+    shard_spec = result.shard_spec(name, kind)
+    if shard_spec is not None and shard_spec.shape != full.shape:  # a state that counts steps
+        shard_spec = None
+    expected = take(full, shard_spec)
+    scale = largest_finite(full)
     if expected.shape != actual.shape:
         found = f"its shape is {actual.shape}, not {expected.shape}"
         yield Difference(step, kind, label, result.rank, float("inf"), 0, scale, found)

@@ -46,7 +46,7 @@ from paceline.verify.child_setup import read_settings, refuse
 from paceline.verify.judge.memory import check_fits
 from paceline.verify.ranks.keep_float64 import widen
 from paceline.verify.ranks.randomness import controlled
-from paceline.verify.ranks.reference import as_workload_error
+from paceline.verify.ranks.reference import as_paceline_error
 from paceline.verify.ranks.reference_step import checked
 from paceline.verify.ranks.trace import Trace, asked_at
 
@@ -73,7 +73,7 @@ def main(path: Path) -> int:
     except PacelineError as error:
         refuse(folder, error)
     except Exception as error:
-        refuse(folder, as_workload_error(error))
+        refuse(folder, as_paceline_error(error))
     return 0
 
 

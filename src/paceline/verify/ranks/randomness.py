@@ -21,6 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from paceline.nouns.errors import WorkloadError
+from paceline.nouns.order import mix
 from paceline.nouns.patching import patched
 from paceline.verify.ranks import recurrent_dropout
 from paceline.verify.ranks.keep_float64 import kept_wide
@@ -34,8 +35,18 @@ _NAMES = (
 )  # fmt: skip
 
 
+class Drops:
+    """Whether anything has been dropped by value in this process."""
+
+    has_dropped = False
+
+
+DROPS = Drops()
+
+
 def keep(values: torch.Tensor, share: float) -> torch.Tensor:
     """Return True where an element stays; of all different values the part `share` does not."""
+    DROPS.has_dropped = True
     values = values.detach()
     # 0.37 moves the steps' boundaries away from powers of two, where log2 is whole: models have many values such as
     # 1 and 0.5, and rounding would decide their step.
@@ -149,6 +160,12 @@ def drawn_state() -> tuple[Any, ...]:
     numpy: Any = sys.modules.get("numpy")
     _, numpy_key, numpy_position, *_ = numpy.random.get_state() if numpy else (None, b"", 0)
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), bytes(numpy_key), numpy_position
+
+
+def hash_of_draws() -> int:
+    """Return a hash of the state of torch's random numbers, from its first 256 bytes."""
+    torch_state, *_ = drawn_state()
+    return mix(*torch_state[:256])
 
 
 @contextmanager

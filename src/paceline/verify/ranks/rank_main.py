@@ -21,7 +21,6 @@ from paceline.comm import api
 from paceline.comm.fully_shard import local
 from paceline.graph.own_modules import PATHS
 from paceline.nouns.mesh import PLACE_AXES, Mesh
-from paceline.nouns.order import mix
 from paceline.nouns.plan import Plan
 from paceline.nouns.shard_spec import LocalShard
 from paceline.nouns.workload import Workload
@@ -29,14 +28,16 @@ from paceline.parallel.optimizer_list import alone
 from paceline.parallel.replicate.bucket import local_gradient
 from paceline.train.data import Batch
 from paceline.train.find_workload import find_workload
+from paceline.train.grouped_float64 import grouped_products_in_float64
 from paceline.train.job import Job
 from paceline.verify.child_setup import read_settings
 from paceline.verify.ranks.control_flow_trace import Branches
+from paceline.verify.ranks.draw_digest import DrawDigest
 from paceline.verify.ranks.dropout_trace import DropoutTrace, MaskPiece, watch_pieces
 from paceline.verify.ranks.fingerprint import prints_of
 from paceline.verify.ranks.keep_float64 import dtypes_as_asked
 from paceline.verify.ranks.placed_draws import PLACES, call_of_the_loss
-from paceline.verify.ranks.randomness import controlled, drawn_state
+from paceline.verify.ranks.randomness import controlled, hash_of_draws
 from paceline.verify.ranks.reference_step import dense_copy, save_tensors, scale_of
 from paceline.verify.ranks.trace import Trace, begin_heartbeat
 from paceline.verify.ranks.watch import ModuleWatch, watch_graph, watch_modules
@@ -79,7 +80,7 @@ class _RankRun:
         self.whole_states: dict[str, LocalShard] = {}
         self.facts: dict[str, Any] = {
             "losses": [], "norms": [], "weights": [], "draws": [],
-            "masks": [], "kept": [], "ledger": [], "rates": [],
+            "masks": [], "kept": [], "drawn": [], "ledger": [], "rates": [],
         }  # fmt: skip
         self.workload = dataclasses.replace(
             workload,
@@ -97,7 +98,9 @@ class _RankRun:
         is_off = self.run["precision"] != "float64"
         PLACES.copies = PATHS
         with ExitStack() as stack:
-            if not self.run.get("draws"):
+            if self.run.get("draws"):
+                stack.enter_context(grouped_products_in_float64())
+            else:
                 stack.enter_context(controlled(is_off, self.plan.is_compiled))
             job = Job(self.workload, self.plan)
             if job.parallel.loss_scale is not None:
@@ -106,7 +109,7 @@ class _RankRun:
             if self.run.get("load"):
                 job.load(self.run["load"])
                 first = job.step_number + 1
-                self.facts["state_of_draws"] = _hash_of_draws()
+                self.facts["state_of_draws"] = hash_of_draws()
             # Of parameters that the optimizer updates whole, one rank has the state.
             for name, shard in job.parallel.held().items():
                 if name.startswith(OPTIMIZER):
@@ -121,7 +124,7 @@ class _RankRun:
                 self._step(job, next(batches), step)
                 if self.run.get("save") and step == self.run.get("save_at"):
                     job.save(self.run["save"])
-                    self.facts["state_of_draws"] = _hash_of_draws()
+                    self.facts["state_of_draws"] = hash_of_draws()
             job.close(save=False)
         self._write(job)
 
@@ -131,7 +134,7 @@ class _RankRun:
         assert isinstance(ledger, Trace)
         calls_before = dict(ledger.calls)  # the ledger counts from the job's begin; a step is a difference
         bytes_before = dict(ledger.payload_bytes)
-        self.facts["draws"].append(_hash_of_draws())
+        self.facts["draws"].append(hash_of_draws())
         self.facts["batch"] = [batch.positions.start, batch.positions.stop]
         self.facts["pieces"] = [[piece.start, piece.stop] for piece in job.loader.pieces(batch.positions)]
         if self.run.get("watch"):
@@ -155,8 +158,9 @@ class _RankRun:
         if not self.run.get("draws") or self.plan.is_compiled:
             return job.step(batch)
         self.mask_pieces.clear()
-        with DropoutTrace() as drawn:
+        with DrawDigest() as digest, DropoutTrace() as drawn:
             loss = job.step(batch)
+        self.facts["drawn"].append(digest.take())
         self.facts["masks"].append([drawn.forward, drawn.again])
         self.facts["kept"].append(list(self.mask_pieces))
         return loss
@@ -261,12 +265,6 @@ class _RankRun:
             return result
 
         return recorded
-
-
-def _hash_of_draws() -> int:
-    """Return a hash of the state of torch's random numbers, from its first 256 bytes."""
-    torch_state, *_ = drawn_state()
-    return mix(*torch_state[:256])
 
 
 def _ledger_since(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import traceback
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,23 @@ import torch
 
 from paceline.launch.process_exit import exit_process
 from paceline.nouns.errors import PacelineError, WorkloadError
+from paceline.nouns.own_errors import own_error, own_line
 from paceline.nouns.workload import Workload
 from paceline.train.find_workload import find_workload
+from paceline.train.grouped_float64 import grouped_products_in_float64
+from paceline.train.precision import autocast
 from paceline.verify.child_setup import read_settings, refuse
 from paceline.verify.judge.compare import Reference, bound_of, largest_of_each_kind, split_key
+from paceline.verify.ranks.draw_digest import DrawDigest
 from paceline.verify.ranks.placed_draws import PLACES
-from paceline.verify.ranks.reference_step import ReferenceStep, Variation, check_can_verify, save_tensors, take_steps
+from paceline.verify.ranks.reference_step import (
+    ReferenceStep,
+    Variation,
+    batches_of,
+    check_can_verify,
+    save_tensors,
+    take_steps,
+)
 
 # Reversing changes the order of sums over the batch; noise reaches every module.
 VARIATIONS = (Variation(is_reversed=True), Variation(noise_seed=1))
@@ -36,12 +48,27 @@ def main(path: Path) -> int:
         variations = list(VARIATIONS)
         for precision in settings["precisions"]:  # float64 first: there it shows whether the order of samples matters
             result, noise = with_noise(workload, precision, settings["steps"], variations)
+            noise["repeats_draws"] = precision == "float64" and repeats_draws(workload)
             write(folder, precision, result, noise, workload.clip_norm)
     except PacelineError as error:
         refuse(folder, error)
     except Exception as error:
-        refuse(folder, as_workload_error(error))
+        refuse(folder, as_paceline_error(error))
     return 0
+
+
+def repeats_draws(workload: Workload) -> bool:
+    """True if the plain code draws the same each time, as where a forward pass seeds."""
+    is_double = workload.precision == "float64"
+    model = workload.model().train()
+    model = model.double() if is_double else model
+    first = next(batches_of(workload, is_double, False))[0]
+    drawn = []
+    with autocast(workload.precision, "cpu"), grouped_products_in_float64(), DrawDigest() as digest:
+        for _ in range(2):
+            workload.loss(model, first)
+            drawn.append(digest.take())
+    return bool(drawn[0] == drawn[1])
 
 
 def with_noise(
@@ -139,6 +166,15 @@ def write(
         "updated": result.updated, "epsilon": result.epsilon, "draws_by_place": PLACES.has_drawn, **noise,
     }  # fmt: skip
     (folder / f"reference-{precision}.json").write_text(json.dumps(json_object))
+
+
+def as_paceline_error(error: Exception) -> PacelineError:
+    """Explain an error in one process on CPU: one of ours, whose traceback is on stderr, or the user's code's."""
+    line = own_line(error)
+    if not line:
+        return as_workload_error(error)
+    traceback.print_exception(error)
+    return own_error(line, "".join(traceback.format_exception_only(error)).strip())
 
 
 def as_workload_error(error: Exception) -> WorkloadError:

@@ -104,7 +104,7 @@ def take_steps(workload: Workload, precision: str, steps: int, variation: Variat
             stack.enter_context(one_rounding_off(model, _epsilon(precision), variation.noise_seed))
         elif is_reference:
             stack.enter_context(execution_order(model, result.modules))
-        batches = _batches(workload, is_double, variation.is_reversed)
+        batches = batches_of(workload, is_double, variation.is_reversed)
         for step in range(1, steps + 1):
             watch = watched if is_reference and step == 1 else _unwatched
             _gradients(workload, model, optimizer, next(batches), result, watch)
@@ -119,7 +119,7 @@ def take_steps(workload: Workload, precision: str, steps: int, variation: Variat
 
 
 def scale_of(workload: Workload) -> float:
-    """Return the factor of the loss in backward passes: under fp16 one at which few models overflow, else 1.
+    """Return the factor of the summed loss in backward passes: under fp16 one at which few models overflow, else 1.
 
     It is lower than that of training, which would leave out the first steps of many models.
     """
@@ -148,22 +148,23 @@ def _gradients(
     """Leave the clipped gradients of the batch's mean loss in `.grad`; add its loss, weight and norm to `result`."""
     model.zero_grad(set_to_none=True)
     total = 0.0
-    weight = 0.0
-    scale = scale_of(workload)
+    weight = _weight_of(workload, model, microbatches)
+    scale = _SCALE_OF_A_MEAN if workload.precision == "fp16" else 1.0
     for number, batch in enumerate(microbatches):
         with Branches() as branches, autocast(workload.precision, "cpu"):
             with watch(model) if number == 0 else _unwatched(model), call_of_the_loss(model):
                 returned = workload.loss(model, batch)
             loss_sum, loss_weight = checked(returned)
         result.branches += branches.taken
-        scaled = loss_sum.float() * scale if scale != 1.0 else loss_sum
-        scaled.backward()
+        if weight is None:
+            weight = float(loss_weight)
+        # The plain form: hooks and the model's own backward code see the gradient of the whole batch's mean.
+        mean = (loss_sum.float() if scale != 1.0 else loss_sum) / weight * scale
+        mean.backward()
         total += float(loss_sum.detach())
-        weight += float(loss_weight)
-    # The plain form: sums over all micro-batches, divided once by the whole batch's weight.
+    assert weight is not None
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     for gradient in gradients:
-        gradient /= weight
         gradient /= scale
     if workload.before_update is not None:
         change_gradients(workload, model, len(result.losses))
@@ -175,6 +176,23 @@ def _gradients(
         result.norms.append(norm)
     result.losses.append(total / weight)
     result.weights.append(weight)
+
+
+def _weight_of(workload: Workload, model: torch.nn.Module, microbatches: list[Any]) -> float | None:
+    """Return the weight of a batch in micro-batches before the first of them counts; None of a single one."""
+    if len(microbatches) == 1:
+        return None
+    weight = 0.0
+    with kept_random_state():
+        # On another model: what forward writes, and counts, is not to happen twice.
+        other = workload.model().train()
+        if next(model.parameters()).dtype == torch.float64:
+            other = other.double()
+        other.load_state_dict(model.state_dict())
+        for batch in microbatches:
+            with autocast(workload.precision, "cpu"), call_of_the_loss(other):
+                weight += float(checked(workload.loss(other, batch))[1])
+    return weight
 
 
 def checked(returned: Any) -> tuple[torch.Tensor, Any]:
@@ -223,7 +241,7 @@ def dense_copy(tensor: torch.Tensor) -> torch.Tensor:
     return dense.clone(memory_format=torch.contiguous_format)
 
 
-def _batches(workload: Workload, is_double: bool, is_reversed: bool) -> Iterator[list[Any]]:
+def batches_of(workload: Workload, is_double: bool, is_reversed: bool) -> Iterator[list[Any]]:
     """Yield the global batches, each as a list of micro-batches: one, or as many as the workload's own size gives."""
     data = data_of(workload)
     order = data if isinstance(data, StreamedSamples) else DataOrder(workload.seed, len(data), workload.batch_size)

@@ -1,0 +1,121 @@
+"""Start processes as forks of one that has imported torch: the import takes most of a short process's time.
+
+The template forks a process, whose first parent ends at once: the kernel makes it a child of the nearest ancestor that
+adopts orphans, which is the process that has the `Template` (prctl(2), PR_SET_CHILD_SUBREAPER). So it is waited for,
+and ends with its parent, as one that was started directly.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Protocol
+
+from paceline.launch.orphans import adopt_orphans
+from paceline.nouns import module_names
+
+LENGTH = struct.Struct("<q")
+MOST_DESCRIPTORS = 64
+
+
+class Process(Protocol):
+    """What is needed of a process that was started."""
+
+    def wait(self) -> int:
+        """Wait for its end, and return its exit code; below 0 the signal that ended it."""
+
+    def kill(self) -> None:
+        """End it, if it has not ended."""
+
+
+# Starts `command` with the arguments of `subprocess.Popen`: env, stdout, pass_fds, and others.
+Start = Callable[..., Process]
+
+
+class Forked:
+    """A process that was forked from the template."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def wait(self) -> int:
+        """Wait for its end."""
+        if self.returncode is None:
+            _, status = os.waitpid(self.pid, 0)
+            self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def kill(self) -> None:
+        """End it, if it has not been waited for."""
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class Template:
+    """The process that has imported torch, as a context; Linux only.
+
+    Args:
+        preload: modules that it imports too.
+    """
+
+    def __init__(self, preload: Sequence[str]) -> None:
+        adopt_orphans(True)
+        self.control, theirs = socket.socketpair()
+        command = [sys.executable, "-m", module_names.TEMPLATE, str(theirs.fileno()), *preload]
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=2,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # Ctrl-C reaches this process alone, which ends the others
+        )
+        theirs.close()
+
+    def __enter__(self) -> Template:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.control.close()  # the end that the template waits for
+        self.process.kill()  # it may be importing
+        self.process.wait()
+        adopt_orphans(False)
+
+    def start(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        stdout: int,
+        pass_fds: Sequence[int] = (),
+        stderr: int = 2,
+        **others: Any,
+    ) -> Forked:
+        """Start `python -m MODULE ARGUMENTS`, in a session of its own and without standard input.
+
+        Args:
+            command: with the interpreter, which is left out.
+            env: all of it.
+            stdout: a descriptor.
+            pass_fds: descriptors that it has under the same numbers.
+            stderr: a descriptor.
+            others: of `subprocess.Popen`, which are so anyhow.
+        """
+        targets = [1, 2, *pass_fds]
+        message = {"module": command[2], "arguments": list(command[3:]), "env": dict(env), "targets": targets}
+        text = json.dumps({**message, "parent": os.getpid()}).encode()
+        socket.send_fds(self.control, [LENGTH.pack(len(text))], [stdout, stderr, *pass_fds])
+        self.control.sendall(text)
+        answer = self.control.recv(LENGTH.size, socket.MSG_WAITALL)
+        if len(answer) < LENGTH.size:
+            raise ChildProcessError(f"the process that imports torch ended with {self.process.wait()}")
+        return Forked(*LENGTH.unpack(answer))

@@ -1,0 +1,101 @@
+"""Tell an error of Paceline's own from one of the user's code, by the traceback: the user is told of no fault of ours.
+
+The innermost frame decides, apart from those of torch and other libraries. Where it is ours, and not the user's
+function that it called, the error is ours.
+"""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.nouns.errors import PacelineError
+
+_OURS = f"{Path(__file__).parents[1]}/"
+_STDLIB = f"{sysconfig.get_paths()['stdlib']}/"
+_COPY = f"{_STDLIB}copy.py"  # of a model that can't be copied
+# Ours, but the user's code calls them for torch's functions, whose errors they pass on.
+_STAND_INS = (
+    "verify/ranks/randomness.py", "verify/ranks/keep_float64.py", "verify/ranks/placed_draws.py",
+    "verify/ranks/recurrent_dropout.py", "verify/ranks/draw_digest.py", "verify/ranks/dropout_trace.py",
+    "verify/ranks/control_flow_trace.py", "train/grouped_float64.py", "train/same_draws.py", "train/bystanders.py",
+    "deferred_init/record.py", "graph/refused_calls.py", "nouns/patching.py",
+)  # fmt: skip
+# What our code calls of torch that runs the user's: backward passes, updates, samples that are collated, modules.
+_RUNS_THE_USERS = (
+    "torch/_tensor.py", "torch/autograd/", "torch/optim/", "torch/utils/data/", "torch/nn/modules/",
+    "torch/utils/checkpoint.py",
+)  # fmt: skip
+_USED_BY_US = ("torch", "numpy", "safetensors", "torchao")
+_LINE = re.compile(r'^\s*File "(.+)", line (\d+)', re.MULTILINE)
+_HEAD = "Traceback (most recent call last):"
+
+Frame = tuple[str, int]  # file and line
+
+
+def own_line(error: BaseException) -> str:
+    """Return FILE:LINE of the line of ours that failed; "" where the error is of the user's code."""
+    frames = []
+    trace = error.__traceback__
+    while trace is not None:
+        frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
+        trace = trace.tb_next
+    return _own_line(frames)
+
+
+def own_line_of_text(text: str) -> str:
+    """Return the same of what a process wrote, which ends with a traceback."""
+    last = text.rpartition(_HEAD)[2]
+    return _own_line([(file, int(line)) for file, line in _LINE.findall(last)])
+
+
+def own_error(line: str, found: str) -> PacelineError:
+    """Return the error that says so.
+
+    Args:
+        line: FILE:LINE of ours.
+        found: the error.
+    """
+    return PacelineError(
+        f"Paceline failed at {line}: this is a bug of Paceline, and not of your code",
+        found,
+        "report it with the traceback; another plan may do meanwhile",
+    )
+
+
+def note_own_error(error: BaseException) -> bool:
+    """Return True if an error is ours; it then says so under its traceback."""
+    line = own_line(error)
+    if line:
+        note = f"paceline: this failed in Paceline's own code at {line}; it is a bug of Paceline"
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+    return bool(line)
+
+
+def _own_line(frames: Sequence[Frame]) -> str:
+    called = ""  # the file that the frame in hand has called
+    for file, line in reversed(frames):
+        if file.startswith(_OURS):
+            if file.removeprefix(_OURS) in _STAND_INS:
+                called = ""
+                continue
+            return "" if _is_the_users(called) else f"{file}:{line}"
+        if not _is_library(file):
+            return ""
+        called = file
+    return ""
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith(("<", _STDLIB)) or "/site-packages/" in file
+
+
+def _is_the_users(called: str) -> bool:
+    """True if a library's file runs code, or has a model, of the user's choice."""
+    package = called.rpartition("/site-packages/")[2]
+    if package == called:  # none, or the standard library's
+        return called == _COPY
+    return package.startswith(_RUNS_THE_USERS) or not package.startswith(tuple(f"{one}/" for one in _USED_BY_US))
