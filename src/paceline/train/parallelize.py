@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from paceline.comm.batch_norm import SharedStatistics, share_statistics
+from paceline.comm.batch_norm import SharedStatistics, share_statistics, without_sync
 from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.nouns.mesh import GRAPH_AXES, Mesh
@@ -243,6 +243,7 @@ def _values_and_form(
     else:
         values, form = iter(()), _form(workload)
     prepare.check_model(form)
+    without_sync(form)
     return values, form
 
 
