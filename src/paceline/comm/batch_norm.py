@@ -57,11 +57,11 @@ class SharedStatistics:
         result, statistics = _BatchNorm.apply(images, weight, bias, eps, self)  # type: ignore[no-untyped-call]
         if mean is not None and variance is not None:
             count, batch_mean, batch_variance = statistics.unbind()
-            with torch.no_grad():
-                mean.lerp_(batch_mean.to(mean.dtype), momentum)
-                # Bessel's correction by the count of all ranks, as torch's running variance of the whole batch has it.
-                unbiased = batch_variance * count / (count - 1).clamp(min=1)
-                variance.lerp_(unbiased.to(variance.dtype), momentum)
+            # Past the counter of writes, as torch's own kernel does: the model may have been called in evaluation too.
+            mean.data.lerp_(batch_mean.to(mean.dtype), momentum)
+            # Bessel's correction by the count of all ranks, as torch's running variance of the whole batch has it.
+            unbiased = batch_variance * count / (count - 1).clamp(min=1)
+            variance.data.lerp_(unbiased.to(variance.dtype), momentum)
         return result  # type: ignore[no-any-return]
 
 
