@@ -546,8 +546,8 @@ class LoopJob(Job):
         each parameter outside of the model's calls. An average of weights, a penalty on them, a use of a weight outside
         of its module or a change of some rows needs all of it. Gradients may be taken of what is computed inside. What
         is changed inside, by the same code on every rank, is changed in every rank's part. Ask for `model.parameters()`
-        or `model.weight` inside: under `tensor` a list that was made before has the pieces. Under `replicate` and zero=1
-        everything is whole anyhow.
+        or `model.weight` inside: under `tensor` a list that was made before has the pieces. Under `replicate` and
+        zero=1 everything is whole anyhow.
 
         Yields:
             Nothing: the `with` has no value.
