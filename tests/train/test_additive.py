@@ -300,6 +300,18 @@ def try_out(model, loss, notices=None, ranks=2, **parts):
         assert torch.get_default_dtype() == torch.float32
 
 
+def pseudo_labels(model, batch, share=0.0):
+    """Scores in training are compared with those in evaluation, by a sum and by a share of its root."""
+    model.eval()
+    with torch.no_grad():
+        target = model(batch["ids"])
+    model.train()
+    scores = model(batch["ids"])
+    far = (scores - target).square()
+    loss_sum, weight = cross_entropy(model, batch)
+    return loss_sum + far.sum() + share * far.sum().sqrt(), weight
+
+
 def balanced(model, batch, share=1e-3):
     """Experts that are grouped products, which torch has not in float64, and a small auxiliary loss."""
     loss_sum, weight = cross_entropy(model, batch)
@@ -324,6 +336,7 @@ ADDITIVE = {
     "gradient penalty": (Net, smoothness),
     "a factor that changes with each call": (Warmed, cross_entropy),
     "draws of distributions": (Net, by_distributions),
+    "pseudo labels": (lambda: Net(norm=True), pseudo_labels),
 }
 COUPLED = {
     "grouped experts with a small auxiliary loss": (Mixture, balanced, "together it is"),
@@ -343,6 +356,11 @@ COUPLED = {
     "penalty beside weights of classes": (Net, by_classes_with_penalty, "together it is"),
     "penalty beside a kernel without float64": (Net, without_float64_with_penalty, "together it is"),
     "gradient penalty and a mean": (Net, mean_smoothness, "together it is"),
+    "pseudo labels and a root": (
+        lambda: Net(norm=True),
+        functools.partial(pseudo_labels, share=1e-2),
+        "together it is",
+    ),
     "draws of distributions and a penalty": (Net, by_distributions_with_penalty, "together it is"),
 }
 PARTS = {

@@ -382,7 +382,7 @@ REFUSED = {
     "norms": Loop(
         plain,
         after(lambda job, model, optimizer: step(job, model, optimizer, sum(p.norm() for p in model.parameters()))),
-        ("compute the same loss", "rank 0 and rank 1"),
+        ("element by element", "the loop calls norm on one"),
     ),
     "changed": Loop(
         plain,

@@ -1,20 +1,24 @@
 """Compute batch norm over the samples of all ranks, so that splitting a batch does not change its statistics.
 
-torch's SyncBatchNorm needs GPUs; this is the same computation on any device. Each rank gives its count, mean and
-sum of squared differences; they are merged as Chan, Golub and LeVeque (1983) merge them, so nothing is lost to
-cancellation. Backward, two sums per channel are added up over the ranks.
+torch's SyncBatchNorm needs GPUs; this is the same computation on any device, and takes its place. Each rank gives its
+count, mean and sum of squared differences; they are merged as Chan, Golub and LeVeque (1983) merge them, so nothing is
+lost to cancellation. Backward, two sums per channel are added up over the ranks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import WorkloadError
+
+_NORM = torch.nn.modules.batchnorm._BatchNorm
 
 
 @dataclass(slots=True)
@@ -53,11 +57,11 @@ class SharedStatistics:
         result, statistics = _BatchNorm.apply(images, weight, bias, eps, self)  # type: ignore[no-untyped-call]
         if mean is not None and variance is not None:
             count, batch_mean, batch_variance = statistics.unbind()
-            with torch.no_grad():
-                mean.lerp_(batch_mean.to(mean.dtype), momentum)
-                # Bessel's correction by the count of all ranks, as torch's running variance of the whole batch has it.
-                unbiased = batch_variance * count / (count - 1).clamp(min=1)
-                variance.lerp_(unbiased.to(variance.dtype), momentum)
+            # Past the counter of writes, as torch's own kernel does: the model may have been called in evaluation too.
+            mean.data.lerp_(batch_mean.to(mean.dtype), momentum)
+            # Bessel's correction by the count of all ranks, as torch's running variance of the whole batch has it.
+            unbiased = batch_variance * count / (count - 1).clamp(min=1)
+            variance.data.lerp_(unbiased.to(variance.dtype), momentum)
         return result  # type: ignore[no-any-return]
 
 
@@ -162,13 +166,41 @@ def statistics_to_share(model: torch.nn.Module, comm: AxisComm) -> SharedStatist
     return SharedStatistics(comm) if comm.size > 1 and _norms(model) else None
 
 
-def _norms(model: torch.nn.Module) -> list[torch.nn.Module]:
-    norms = []
-    for module in model.modules():
-        is_batch_norm = isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
-        if is_batch_norm and not isinstance(module, torch.nn.SyncBatchNorm):  # that one shares by itself
-            norms.append(module)
-    return norms
+def takes_batch(model: torch.nn.Module) -> torch.nn.Module | None:
+    """Return a batch norm of `model` that takes statistics of a batch, as the model is now; None if there is none."""
+    for module in _norms(model):
+        if module.training or module.running_mean is None:
+            return module
+    return None
+
+
+def without_sync(model: torch.nn.Module) -> None:
+    """Have each SyncBatchNorm of `model` compute as a batch norm, whose statistics are shared by `share_by` alone.
+
+    By itself it takes those of all ranks, which may see the same samples or none, and only on a GPU.
+
+    Raises:
+        WorkloadError: one is to share with a part of the ranks.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.nn.SyncBatchNorm):
+            continue
+        group: Any = module.process_group
+        if group is not None and dist.is_initialized() and dist.get_world_size(group) != dist.get_world_size():
+            raise WorkloadError(
+                "batch norm takes the statistics of the whole batch, whatever the number of ranks",
+                f"{name or 'the model'} is a SyncBatchNorm with a process_group of {dist.get_world_size(group)} of "
+                f"{dist.get_world_size()} ranks",
+                "make it without process_group; for statistics of fewer samples declare a Workload with "
+                "micro_batch_size",
+            )
+        if type(module).forward is torch.nn.SyncBatchNorm.forward:
+            # A method, so that a copy of the model calls it with the copy.
+            module.forward = MethodType(_NORM.forward, module)  # type: ignore[assignment, method-assign]
+
+
+def _norms(model: torch.nn.Module) -> list[torch.nn.modules.batchnorm._BatchNorm]:
+    return [module for module in model.modules() if isinstance(module, _NORM)]
 
 
 @dataclass(frozen=True, slots=True)

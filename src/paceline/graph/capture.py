@@ -47,7 +47,15 @@ from paceline.graph.own_code import NoGraphError
 from paceline.graph.own_modules import Leaks, OwnModules, kept_modules, note_written_results
 from paceline.graph.refused_calls import effects_as_written
 from paceline.graph.transformers_hooks import install_recording_hooks
-from paceline.graph.writes import Write, WriteLog, check_same_writes, run_on_fakes, wants_gradient, written_inputs
+from paceline.graph.writes import (
+    Write,
+    WriteLog,
+    check_same_writes,
+    run_on_fakes,
+    running_statistics,
+    wants_gradient,
+    written_inputs,
+)
 from paceline.nouns.errors import PacelineError, WorkloadError
 from paceline.nouns.own_errors import note_own_error
 
@@ -339,6 +347,31 @@ def _run_once(captured: Captured, fake: FakeTensorMode) -> None:
     check_same_writes(captured.log, writes, "its graph")
     for node in captured.graph.nodes:
         node.meta["flows"] = wants_gradient(values.get(node))
+    _check_statistics_are_kept(captured)
+
+
+def _check_statistics_are_kept(captured: Captured) -> None:
+    """Raise WorkloadError where the gradient of a norm depends on when a later call writes its statistics.
+
+    torch's kernel writes them without notice to autograd, which then takes the gradient of an earlier call in
+    evaluation mode at the new ones. A graph, of which other ranks run parts, would take it at the old ones.
+    """
+    read: dict[fx.Node, fx.Node] = {}  # by state: a norm in evaluation mode
+    for node in captured.graph.nodes:
+        for state in running_statistics(node):
+            if state in read:
+                raise WorkloadError(
+                    "to be split, a model that is called in evaluation and in training mode in one step should have "
+                    "no gradient of the first call in evaluation mode",
+                    f"that of batch norm {captured.module_path.get(node, '')} depends on its running statistics, which "
+                    "the later call writes before the backward pass",
+                    "call it under torch.no_grad(), or after the call in training mode; or train it by replicate or "
+                    "shard, which run the model's own code",
+                )
+        if node.target is torch.ops.aten.batch_norm.default and not node.args[5] and node.meta["flows"]:
+            statistics = node.args[3]
+            is_copy = statistics.target is torch.ops.aten.clone.default
+            read[statistics.args[0] if is_copy else statistics] = node
 
 
 class _TracedCall:

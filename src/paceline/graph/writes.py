@@ -70,7 +70,7 @@ class WriteLog(TorchDispatchMode):
             is_training = args[5] and not function._schema.name.endswith(("_no_training", "_no_update"))
             statistics = args[3:5] if is_training else ()
             for value in statistics:
-                if value is not None:
+                if isinstance(value, torch.Tensor):  # one overload has no statistics, and other arguments there
                     self._note("aten.batch_norm", value)
         elif function._schema.is_mutable:
             for value in written_values(function._schema, args, named):

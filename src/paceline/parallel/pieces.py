@@ -53,7 +53,7 @@ from paceline.parallel.loss_scale import unscale
 from paceline.parallel.model_adapter import EagerAdapter
 from paceline.parallel.norm import global_norm, scale_gradients
 from paceline.parallel.replicate.bucket import local_gradient
-from paceline.parallel.replicate.buffers import KeptBuffers
+from paceline.parallel.replicate.buffers import KeptBuffers, sums_of
 from paceline.parallel.replicate.early import EarlySums, Foresight
 from paceline.parallel.replicate.strategy import Replicate
 from paceline.parallel.shard.owned_update import OwnedUpdates
@@ -100,6 +100,12 @@ _NOT_ALIKE = {  # what should be equal, and how to make it so
         "on all of them",
     ),
 }
+
+
+_OTHER_CHANGES = (
+    "every rank should change parameters in job.gathered in the same way",
+    "draw from a generator with the same seed on every rank, or on rank 0 and send it by paceline.broadcast",
+)
 
 
 class Piece(NamedTuple):
@@ -160,6 +166,19 @@ class OwnLoss(NamedTuple):
     weight: torch.Tensor | float
     factor: torch.Tensor | None = None
     whole_weight: int | None = None
+
+
+class _Whole:
+    """A tensor that is whole for a while, and what takes its values to where ranks have parts of it."""
+
+    def __init__(self, tensor: torch.Tensor, fill: Callable[[torch.Tensor], None]) -> None:
+        self.tensor = tensor
+        self.fill = fill
+        self.sums = sums_of(tensor.detach())
+
+    def has_changed(self) -> bool:
+        """Return whether its values are others, also where they were written past the counter of writes."""
+        return not torch.equal(self.sums, sums_of(self.tensor.detach()))
 
 
 class _Coming(NamedTuple):
@@ -352,6 +371,7 @@ class PiecewiseParallel(Parallel):
         self.tensor = SplitForwards(models, optimizers, self.comms, self.plan, self.device, self.placed.shared)
         for number, forward in enumerate(self.tensor.forwards, 1):
             forward.place = partial(self._split_model, number)
+            forward.guard(True)
 
     @torch.inference_mode(False)  # the first call may be an evaluation; what is made here is trained with
     def _split_model(self, number: int, forward: SplitForward, call: Any) -> None:
@@ -378,6 +398,7 @@ class PiecewiseParallel(Parallel):
         self._read(piece, sums.tolist())
         forward.agree(self.comms.step)
         cut = self.tensor.cut(forward)
+        forward.guard(True)
         self.buffers.take_forms(cut)
         for target in self.targets:
             if any(parameter is one for parameter in target.parameters.values() for one in cut):
@@ -619,6 +640,7 @@ class PiecewiseParallel(Parallel):
         elif self.shares_updates:
             self.owned.begin(optimizer, self.targets[target - 1].parameters)
         if self.tensor is not None:
+            self.tensor.guard(False)
             self.tensor.begin_update(optimizer, target)
 
     def end_update(self, target: int) -> None:
@@ -631,6 +653,7 @@ class PiecewiseParallel(Parallel):
             self.owned.spread(self.targets[target - 1].parameters)
         if self.tensor is not None:
             self.tensor.end_update(target)
+            self.tensor.guard(True)
 
     @property
     def counts_its_samples(self) -> bool:
@@ -734,35 +757,40 @@ class PiecewiseParallel(Parallel):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Have parameters whole that are in parts. Collective.
+        """Have parameters whole of which ranks have parts, to be read and changed. Collective.
 
         Raises:
-            UsageError: one was changed, and the change would be lost.
+            CollectiveError: ranks have made other changes.
         """
         shards = [*self.sharded.values(), *(self.parts.shards if self.parts is not None else ())]
-        if not shards:
+        forwards = [] if self.tensor is None else self.tensor.forwards
+        if not shards and not forwards:
             yield
             return
         self._meet(Piece(GATHER))
-        for shard in shards:
-            shard.hold(True)
-        whole = {}
-        for shard in shards:
-            for name, parameter in shard.model.named_parameters():
-                if name not in shard.whole:
-                    whole[name] = (parameter, parameter._version)
+        whole: list[_Whole] = []
         try:
+            for shard in shards:
+                shard.hold(True)
+                for name, parameter in shard.model.named_parameters():
+                    if name not in shard.whole:
+                        whole.append(_Whole(parameter, partial(shard.fill, name)))
+            for forward in forwards:
+                for name, tensor in forward.hold().items():
+                    whole.append(_Whole(tensor, partial(forward.fill, name)))
             yield
+            changed = [each for each in whole if each.has_changed()]
+            with torch.no_grad():
+                check = self._check_of(each.tensor for each in changed)
+                values = [each.tensor.detach().clone() for each in changed]  # whole tensors are about to go
+            self._meet(Piece(GATHER, 0, check, _OTHER_CHANGES))
         finally:
             for shard in shards:
                 shard.hold(False)
-        for name, (parameter, version) in whole.items():
-            if parameter._version != version:
-                raise UsageError(
-                    "in job.gathered parameters can be read, and computed with",
-                    f"{name} was changed, which the ranks' parts would not see",
-                    "change parameters outside of it, where each rank has its rows of them, or write zero=1",
-                )
+            for forward in forwards:
+                forward.release()
+        for each, value in zip(changed, values, strict=True):
+            each.fill(value)
 
     def _meet(self, piece: Piece) -> None:
         """Find out whether all ranks are at a piece that adds nothing up. Collective."""
@@ -825,7 +853,7 @@ class PiecewiseParallel(Parallel):
         whole = [parameter for parameter in self.known if parameter not in pieces and not is_part(parameter)]
         return self._check_of(whole)
 
-    def _check_of(self, parameters: Iterable[torch.nn.Parameter]) -> float:
+    def _check_of(self, parameters: Iterable[torch.Tensor]) -> float:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         with torch.no_grad():
             for number, parameter in enumerate(parameters):

@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from paceline.comm.batch_norm import takes_batch
 from paceline.comm.process_group import COORDINATOR
 from paceline.comm.step_times import COMMUNICATION, Timed
 from paceline.nouns.errors import LossError, PlanError, UsageError
@@ -91,11 +92,28 @@ class ServerParallel(Parallel):
 
     def __init__(self, placed: ModelAdapter, workload: Workload, comms: Comms, plan: Plan, place: RankPlace) -> None:
         super().__init__(placed, workload, comms, plan, place)
+        self._check_batch_norm()
         self.buffers.is_compared = True  # the axes have one rank, but the servers average
         self.writes = ParameterWrites(SERVERS, not plan.is_compiled)
         self.handle: Handle | None = None
         self.base = 0  # the step of the checkpoint that the servers began with
         self.was_stopping = False
+
+    def _check_batch_norm(self) -> None:
+        """Raise PlanError if a batch norm would take the statistics of one worker's samples, not of the batch."""
+        workers = Mesh.parse(self.plan.mesh).data_size
+        if workers == 1 or not self.is_by_rounds or self.workload.micro_batch_size is not None:
+            return
+        norm = takes_batch(self.model)
+        if norm is not None:
+            share = max((self.workload.batch_size or 0) // workers, 1)
+            raise PlanError(
+                "batch norm takes the statistics of the whole batch",
+                f"the model has a {type(norm).__name__}, and {workers} workers of parameter servers send each other "
+                "nothing",
+                "write replicate or shard in place of server; or declare the statistics of a worker's samples, with "
+                f"any number of ranks: Workload(micro_batch_size={share})",
+            )
 
     @staticmethod
     def check_data(data: Any) -> None:

@@ -17,6 +17,7 @@ import json
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from paceline.comm.batch_norm import SharedStatistics
 from paceline.comm.collectives import AxisComm
 from paceline.comm.differentiable import Exchanges, take_piece
 from paceline.comm.dtypes import as_real
+from paceline.comm.guarded_parts import Cut, Uncut
 from paceline.comm.pytree import map_tensors, signature, tensors_in
 from paceline.graph.placement import Split
 from paceline.nouns.errors import CollectiveError, PlanError, WorkloadError
@@ -38,6 +40,7 @@ from paceline.parallel.graph_model import Program, SplitModel
 from paceline.parallel.optimizer_parts import parts_of
 from paceline.parallel.pieces import SAME_SAMPLES, SUMS_DIFFER
 from paceline.parallel.shard.local_optimizer_step import stand_ins
+from paceline.parallel.shard.state_dicts import check_copies
 from paceline.parallel.whole_update import CutParameter, WholeUpdate
 
 _PLAIN = (
@@ -108,6 +111,7 @@ class SplitForward:
         self.place: Callable[[SplitForward, Any], None] = lambda forward, call: None
         self.note: Callable[[torch.Tensor], None] = lambda digest: None
         self.hashes: dict[Hashable, int] = {}
+        self.set_aside: dict[str, torch.Tensor] = {}  # what this rank has, while whole tensors are in its place
         self.modules = list(model.modules())
         self.forms = list(self.split.form.modules())
         self.slots: dict[str, tuple[dict[str, Any], str]] = {}
@@ -201,7 +205,7 @@ class SplitForward:
         return cut
 
     def cut_state(self, optimizer: torch.optim.Optimizer, whole: Mapping[str, bool]) -> None:
-        """Keep this rank's pieces of the optimizer's state; call it before `cut`.
+        """Keep this rank's pieces of the optimizer's whole state.
 
         Args:
             optimizer: any that updates parameters of the model.
@@ -216,9 +220,10 @@ class SplitForward:
                     if not whole[name]:
                         del part.state[parameter]
                     continue
+                shape = self.split.shard_spec(name).shape
 
-                def cut(tensor: torch.Tensor, of: Any = parameter, placement: Any = placement) -> torch.Tensor:
-                    return self._piece(tensor, placement) if tensor.shape == of.shape else tensor
+                def cut(tensor: torch.Tensor, shape: Any = shape, placement: Any = placement) -> torch.Tensor:
+                    return self._piece(tensor, placement) if tuple(tensor.shape) == shape else tensor
 
                 part.state[parameter] = map_tensors(part.state[parameter], cut)
 
@@ -251,12 +256,82 @@ class SplitForward:
         split = self.placements[name]
         return Exchanges(self.comm).gather_from_group(piece.detach(), (split.dim, split.blocks))
 
+    def hold(self) -> dict[str, torch.Tensor]:
+        """Put whole tensors where the model has pieces, until `release`; return them, by name. Collective.
+
+        Their gradients go to the pieces, also where the model is split only before the backward pass.
+        """
+        whole: dict[int, torch.Tensor] = {}  # by identity: tied ones stay tied
+        found: dict[str, torch.Tensor] = {}
+        for name, (slots, key) in self.slots.items():
+            piece = slots[key]
+            if piece is None or not self._is_held(name, piece):
+                continue
+            self.set_aside[name] = piece
+            if id(piece) not in whole:
+                with torch.no_grad():
+                    value = self.whole(name, piece) if name in self.placements else piece.detach().clone()
+                if isinstance(piece, torch.nn.Parameter):
+                    value = self._whole_parameter(name, piece, value)
+                whole[id(piece)] = found[name] = value
+            slots[key] = whole[id(piece)]
+        return found
+
+    def _is_held(self, name: str, tensor: torch.Tensor) -> bool:
+        is_undecided = not self.is_placed and isinstance(tensor, torch.nn.Parameter)
+        return is_undecided or any(tensor is self.state(one) for one in self.placements)
+
+    def _whole_parameter(self, name: str, piece: torch.nn.Parameter, value: torch.Tensor) -> torch.nn.Parameter:
+        whole = torch.nn.Parameter(value, piece.requires_grad)
+
+        def pass_on(whole: torch.Tensor) -> None:
+            assert whole.grad is not None
+            gradient, whole.grad = whole.grad, None
+            # Every rank of the axis has the same gradient: each takes its piece of it.
+            if name in self.placements:
+                gradient = self._piece(gradient, self.placements[name])
+            piece.grad = gradient if piece.grad is None else piece.grad + gradient
+
+        if whole.requires_grad:
+            whole.register_post_accumulate_grad_hook(pass_on)
+        return whole
+
+    def release(self) -> None:
+        """Put this rank's pieces back."""
+        held, self.set_aside = self.set_aside, {}
+        for name, piece in held.items():
+            slots, key = self.slots[name]
+            slots[key] = piece
+
+    def fill(self, name: str, whole: torch.Tensor) -> None:
+        """Take this rank's piece of a whole tensor."""
+        if name in self.placements:
+            whole = self._piece(whole, self.placements[name])
+        with torch.no_grad():
+            self.state(name).detach().copy_(whole)
+
+    def guard(self, is_guarded: bool) -> None:
+        """Refuse what the loop can't do with pieces, or let the optimizer use them."""
+        kind: type[torch.nn.Parameter] = torch.nn.Parameter
+        for name in self.slots:
+            tensor = self.state(name)
+            if type(tensor) not in (torch.nn.Parameter, Cut, Uncut):
+                continue
+            if is_guarded:
+                kind = Uncut if not self.is_placed else torch.nn.Parameter
+            tensor.__class__ = kind
+        if is_guarded:
+            for piece in self.pieces().values():
+                piece.__class__ = Cut
+
     def _piece(self, whole: torch.Tensor, split: Split) -> torch.Tensor:
         # A copy: a view would keep the whole tensor alive.
         return take_piece(whole, (split.dim, split.blocks), self.comm.rank, self.comm.size).clone()
 
     def state(self, name: str) -> Any:
         """Return the parameter or buffer of a name, as it is now."""
+        if name in self.set_aside:
+            return self.set_aside[name]
         slots, key = self.slots[name]
         return slots[key]
 
@@ -309,13 +384,46 @@ class SplitForward:
         (piece,) = stage.pieces
         # Looked up at each call: for samples that do not count other tensors take the buffers' places.
         states = [self.state(name) for name in piece.states]
-        return list(stage.run[0](*states, *[tensors[index] for index in piece.inputs]))
+        with torch._C.DisableTorchFunctionSubclass():
+            return list(stage.run[0](*states, *[tensors[index] for index in piece.inputs]))
 
     def _guard(self) -> None:
         """Refuse what would take pieces for the whole."""
         for module in self.modules[1:]:
             module.register_forward_pre_hook(self._refuse_part)
-        self.model.register_state_dict_pre_hook(_refuse_state_dict)
+        self.model.register_state_dict_pre_hook(self._refuse_state_dict)
+        for path, module in self.model.named_modules():
+            module.register_load_state_dict_pre_hook(partial(self._before_load, path))
+
+    def _before_load(
+        self, path: str, module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any
+    ) -> None:
+        """Put this rank's pieces in the place of whole tensors that are to be loaded.
+
+        Raises:
+            WorkloadError: they are to take the parameters' places.
+        """
+        check_copies(metadata, type(self.model).__name__)
+        if self.set_aside:  # what is loaded into whole parameters counts when `job.gathered()` ends
+            return
+        for key in [*module._parameters, *module._buffers]:
+            value = state.get(prefix + key)
+            name = f"{path}.{key}" if path else key
+            placement = self.split.placements.get(name)
+            if placement is None or not isinstance(value, torch.Tensor):
+                continue
+            if tuple(value.shape) == self.split.shard_spec(name).shape:  # torch's own error says that it is another
+                state[prefix + key] = self._piece(value, placement)
+
+    def _refuse_state_dict(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+        if keep_vars or self.set_aside:  # of a checkpoint, which knows what is cut; or whole
+            return
+        raise WorkloadError(
+            "under tensor a rank has pieces of the model's parameters",
+            "the loop asks for model.state_dict(), which would hold these pieces as if they were whole",
+            "write `with job.gathered():` around it, on every rank; or job.save(FOLDER), and `paceline export` for a "
+            "file with whole parameters",
+        )
 
     def _refuse_part(self, module: torch.nn.Module, arguments: Any) -> None:
         raise WorkloadError(
@@ -358,6 +466,8 @@ class SplitForwards:
             forward.note = self.note
             model.forward = forward  # type: ignore[method-assign]
             self.forwards.append(forward)
+        for number, optimizer in enumerate(optimizers, 1):
+            optimizer.register_load_state_dict_post_hook(partial(self._take_pieces, number))
         trained = [model for model in models.values() if any(one.requires_grad for one in model.parameters())]
         self.may_stay_whole = len(trained) > 1
         self.whole_updates: dict[int, list[WholeUpdate]] = {}  # by the optimizer's number, from 1
@@ -380,6 +490,11 @@ class SplitForwards:
         self.arguments = torch.zeros_like(taken)
         return taken
 
+    def guard(self, is_guarded: bool) -> None:
+        """Refuse what the loop can't do with pieces, or let an optimizer use them."""
+        for forward in self.forwards:
+            forward.guard(is_guarded)
+
     def cut(self, forward: SplitForward) -> list[torch.Tensor]:
         """Cut a model whose placements are agreed, and the optimizers' state of it; return the tensors that are cut.
 
@@ -393,6 +508,14 @@ class SplitForwards:
                 mine[name.removeprefix(forward.prefix)] = owner["tensor"] == forward.comm.rank
             forward.cut_state(optimizer, mine)
         return forward.cut()
+
+    def _take_pieces(self, number: int, optimizer: torch.optim.Optimizer) -> None:
+        """Keep this rank's pieces of whole state that was loaded, but of parameters that are updated whole."""
+        whole = {name for update in self.whole_updates.get(number, []) for name in update.parameters}
+        for forward in self.forwards:
+            if forward.is_placed:
+                kept = {name: True for name in forward.placements if forward.prefix + name in whole}
+                forward.cut_state(optimizer, kept)
 
     def regroup(self, number: int) -> None:
         """Follow an optimizer that was given other parameters.
@@ -570,13 +693,3 @@ def _check_apart(models: Mapping[str, torch.nn.Module]) -> None:
                 f"that of {prefix}{min(sparse)} is sparse",
                 f"make the embedding without sparse=True, or {_OTHER_PLANS}",
             )
-
-
-def _refuse_state_dict(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
-    if keep_vars:  # of a checkpoint, which knows what is cut
-        return
-    raise WorkloadError(
-        "under tensor a rank has pieces of the model's parameters",
-        "the loop asks for model.state_dict(), which would hold these pieces as if they were whole",
-        "write job.save(FOLDER), and `paceline export` for a file with whole parameters",
-    )

@@ -6,8 +6,8 @@ gradient of every parameter must be the sum of the parts'. What the trial does s
 - It runs in float64, whatever the code asks for, and without autocast: rounding is far below the smallest term that
   matters.
 - It runs in training mode, because auxiliary terms are often added there alone. Every random number is the same for
-  all samples (dropout keeps everything), and batch norm uses its running statistics: `comm/batch_norm.py` shares
-  those of a batch.
+  all samples (dropout keeps everything), and batch norm uses fixed statistics: `comm/batch_norm.py` shares those of a
+  batch.
 - The copy's parameters are moved a little: a router that starts at zero sends all samples the same way.
 - Gradients are compared too: an autograd function can add a term to them that the value does not show.
 
@@ -57,6 +57,7 @@ _STEP = 0.05  # how far the copy's parameters are moved, of their size
 _LEAST_STEP = 0.2  # of that step: how far where all are zero
 _ROUNDINGS = 100  # of a sum of many numbers
 _SPREADS = 8  # what a nudge of the parameters changes, so many times over, rounding may change
+_OTHER_MEAN, _OTHER_VARIANCE = 0.1, 1.2  # of batch norm in training: far enough from the running statistics
 _NUDGED = 4  # how often: sums of large terms change in few places
 _FLOOR = 1e-3  # of the whole gradient: below this times the tolerance a tensor's own gradient is rounding
 _WIDTH = 1021  # of a row when a gradient is projected
@@ -428,11 +429,23 @@ def _make_still(module: nn.Module, like: torch.Tensor) -> None:
     if isinstance(module, nn.RNNBase):
         module.dropout = 0.0
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
-        module.eval()
         # Without running statistics it would use those of the batch in evaluation too.
         if module.running_mean is None:
             module.running_mean = like.new_zeros(module.num_features)
             module.running_var = like.new_ones(module.num_features)
+        # In both modes: a loss may switch between them, as for pseudo labels.
+        module.forward = functools.partial(_norm_by_fixed_statistics, module)  # type: ignore[method-assign]
+
+
+def _norm_by_fixed_statistics(module: nn.modules.batchnorm._BatchNorm, images: torch.Tensor) -> torch.Tensor:
+    """Norm by running statistics; in training by others, so that the two modes do not give the same by chance."""
+    module._check_input_dim(images)
+    mean, variance = module.running_mean, module.running_var
+    assert mean is not None
+    assert variance is not None
+    if module.training:
+        mean, variance = mean + _OTHER_MEAN * (variance + module.eps).sqrt(), _OTHER_VARIANCE * variance
+    return nn.functional.batch_norm(images, mean, variance, module.weight, module.bias, False, 0.0, module.eps)
 
 
 def _evaluate_all(make: _CopyFactory, loss: Loss, batches: Sequence[Any], seed: int = _SEED) -> list[_Evaluation]:

@@ -25,7 +25,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from paceline.checkpoint.manifest import MODEL, read_manifest
 from paceline.checkpoint.reshard import LocalTensor
 from paceline.comm import api
+from paceline.comm.batch_norm import without_sync
 from paceline.comm.collectives import AxisComm
+from paceline.comm.dtypes import widen
 from paceline.comm.ledger import Ledger
 from paceline.comm.process_group import RankInfo
 from paceline.nouns.errors import WorkloadError
@@ -355,8 +357,9 @@ class _WorkloadStep:
         """Make the model with the job's values."""
         seed_everything(self.workload.seed)
         model = self.workload.model()
+        without_sync(model)
         if is_wide or self.workload.precision == "float64":
-            model.double()
+            widen(model)
         model.train()
         tensors = model.state_dict(keep_vars=True)
         with torch.no_grad():

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from paceline.comm.batch_norm import without_sync
 from paceline.comm.dtypes import widen
 from paceline.nouns.decoding import Decoding
 from paceline.nouns.errors import WorkloadError
@@ -141,6 +142,7 @@ def _made(job: Job, asked: str, fix: str) -> nn.Module:
             "the workload's `model` returns one and the same model each time",
             f"write model=lambda: Model(...): {fix}",
         )
+    without_sync(model)
     model = model.to(job.device)
     return widen(model) if job.workload.precision == "float64" else model
 

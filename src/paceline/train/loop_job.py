@@ -558,19 +558,20 @@ class LoopJob(Job):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Have the models' parameters whole inside the `with`, to read them or to compute with them. Collective.
+        """Have the models' parameters whole inside the `with`, to read, compute with or change them. Collective.
 
-        Under `shard` with zero=2 or 3, and of a model in parts by `shard_frozen`, a rank has rows of each parameter
-        (DTensors) outside of the model's calls. An average of weights, a penalty on them or a use of a weight outside
-        of its module needs all of it. Gradients may be taken of what is computed inside; then parameters stay whole
-        until they are summed. Under `replicate` and zero=1 everything is whole anyhow; under `tensor` parameters stay
-        this rank's pieces.
+        Under `shard` with zero=2 or 3, of a model in parts by `shard_frozen`, and under `tensor`, a rank has a part of
+        each parameter outside of the model's calls. An average of weights, a penalty on them, a use of a weight outside
+        of its module or a change of some rows needs all of it. Gradients may be taken of what is computed inside. What
+        is changed inside, by the same code on every rank, is changed in every rank's part. Ask for `model.parameters()`
+        or `model.weight` inside: under `tensor` a list that was made before has the pieces. Under `replicate` and
+        zero=1 everything is whole anyhow.
 
         Yields:
             Nothing: the `with` has no value.
 
         Raises:
-            UsageError: a parameter was changed inside, where changes are lost.
+            CollectiveError: ranks have made other changes.
 
         Examples:
             A moving average of the weights, the same under every plan:

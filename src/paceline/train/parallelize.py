@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from paceline.comm.batch_norm import SharedStatistics, share_statistics
+from paceline.comm.batch_norm import SharedStatistics, share_statistics, without_sync
 from paceline.comm.collectives import AxisComm
 from paceline.comm.dtypes import checksum
 from paceline.nouns.errors import PlanError, WorkloadError
@@ -249,6 +249,7 @@ def _values_and_form(
     else:
         values, form = iter(()), _form(workload)
     prepare.check_model(form)
+    without_sync(form)
     return values, form
 
 

@@ -12,6 +12,7 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from paceline.checkpoint.manifest import CHECKPOINTS, MANIFEST, remove_partial_in, try_writing
+from paceline.comm.batch_norm import takes_batch, without_sync
 from paceline.comm.collectives import AxisComm
 from paceline.comm.dtypes import wide_dtype, widen
 from paceline.nouns.errors import CheckpointError, PeerLostError, PlanError, WorkloadError, how_to_write
@@ -112,6 +113,7 @@ def make_model(workload: Workload, device: torch.device, comm: AxisComm) -> torc
     """
     model = workload.model()
     check_model(model)
+    without_sync(model)
     check_same_model_everywhere(model, comm)
     model = model.to(device)
     if workload.precision == "float64":
@@ -127,6 +129,7 @@ def make_model_without_values(workload: Workload) -> torch.nn.Module:
     """
     model = workload.model()
     check_model(model)
+    without_sync(model)
     if workload.precision == "float64":
         _widen_fakes(model)
     return model.train()  # type: ignore[no-any-return]
@@ -282,19 +285,35 @@ def check_may_cut(
     """Check that batches may be cut as the plan wants it.
 
     Raises:
-        PlanError: the plan has the pipeline cut batches, and the model writes into its buffers once per piece.
+        PlanError: the plan has the pipeline cut batches, and the model writes into its buffers once per piece, or its
+            batch norms take the statistics of one.
         LossError: batches are to be cut and the loss is no sum over samples, batch norm apart.
     """
-    if loader.pieces_wanted > 1 and placed.written_buffers:
-        raise PlanError(
-            f"the pipeline should cut every batch into {loader.pieces_wanted} micro-batches",
-            f"the model writes into {placed.written_buffers[0]} in every forward pass: once per micro-batch, where one "
-            "process writes once per batch",
-            "leave micro_batches out, or set Workload(micro_batch_size=...), which cuts the batch in one process too",
-        )
+    if loader.pieces_wanted > 1:
+        _check_pieces_may_meet(placed, workload, loader.pieces_wanted)
     # Where no batch is split, the loss may be anything.
     if mesh.data_size > 1 or workload.micro_batch_size is not None or loader.pieces_wanted > 1:
         check_loss_adds_up(placed, workload, loader, notice)
+
+
+def _check_pieces_may_meet(placed: ModelAdapter, workload: Workload, pieces: int) -> None:
+    """Raise PlanError if a model does with a piece of the batch what one process does with all of it."""
+    found = None
+    if placed.written_buffers:
+        found = f"the model writes into {placed.written_buffers[0]} in every forward pass: once per micro-batch, where "
+        found += "one process writes once per batch"
+    norm = takes_batch(placed.model) if workload.micro_batch_size is None else None
+    if norm is not None:
+        found = (
+            f"the model has a {type(norm).__name__}, which would take the statistics of each micro-batch, where one "
+        )
+        found += "process takes those of the batch"
+    if found:
+        raise PlanError(
+            f"the pipeline should cut every batch into {pieces} micro-batches",
+            found,
+            "leave micro_batches out, or set Workload(micro_batch_size=...), which cuts the batch in one process too",
+        )
 
 
 def check_can_score(placed: ModelAdapter, metrics: Any) -> None:

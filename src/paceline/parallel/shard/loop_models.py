@@ -24,12 +24,14 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from paceline.comm.collectives import AxisComm
 from paceline.comm.fully_shard import is_part
+from paceline.comm.guarded_parts import Rows
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
@@ -176,6 +178,8 @@ class LoopShards:
             self.shards.append(shard)
             for name, parameter in shard.parameters.items():
                 self.named[prefix + name] = parameter
+                if is_part(parameter):
+                    parameter.__class__ = Rows  # type: ignore[assignment]
 
     def exchange(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
         """Put the rows into the optimizers' groups, in the place of whole parameters.
@@ -222,10 +226,23 @@ class LoopShards:
             for name, shard_spec in shard.shard_specs().items():
                 if shard_spec.cuts and shard.prefix + name in whole.values():
                     cut[shard.prefix + name] = CutParameter(shard_spec.shape, {"shard": shard_spec.cuts[0]})
+        optimizer.register_load_state_dict_post_hook(partial(self._take_rows, set(whole)))
         update = None
         if cut:
             update = WholeUpdate(cut, {name: parameters[name] for name in cut}, self.axes, self.mesh)
         return RowUpdates(optimizer, whole, update, self.named)
+
+    def _take_rows(self, whole: set[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+        """Keep this rank's rows of whole state that was loaded, but of parameters that are updated whole."""
+        for shard in self.shards:
+            for name, parameter in shard.parameters.items():
+                if not is_part(parameter) or parameter in whole:
+                    continue
+                for part in parts_of(optimizer):
+                    state = part.state.get(parameter, {})
+                    for key, value in state.items():
+                        if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim():
+                            state[key] = shard.rows_of(name, value).clone()
 
     def open_backward(self, loss: torch.Tensor, is_padding: bool) -> None:
         """Prepare all models for a backward pass from `loss`."""

@@ -20,6 +20,7 @@ import torch
 from paceline.checkpoint.manifest import OPTIMIZER
 from paceline.comm.collectives import AxisComm
 from paceline.nouns.shard_spec import LocalShard, ShardSpec
+from paceline.parallel.optimizer_parts import parts_of
 from paceline.parallel.shard.local_optimizer_step import stand_ins
 
 
@@ -54,6 +55,10 @@ class OwnedUpdates:
         replaced: dict[torch.nn.Parameter, torch.nn.Parameter | None] = {}
         for parameter in parameters.values():
             replaced[parameter] = parameter if self.owners[parameter] == self.comm.rank else None
+        for part in parts_of(optimizer):
+            for one, own in replaced.items():
+                if own is None:
+                    part.state.pop(one, None)  # the loop has loaded whole state
         self.running = stand_ins(optimizer, replaced)
         self.running.__enter__()
 

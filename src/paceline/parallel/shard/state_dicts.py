@@ -1,8 +1,8 @@
-"""`state_dict()` and copies of a loop's model of which each rank holds a part.
+"""`state_dict()`, `load_state_dict()` and copies of a loop's model of which each rank holds a part.
 
 torch would hand out this rank's rows (DTensors), which nobody can load without the other ranks. Inside `job.gathered()`
 the model's tensors are whole, and so are those of its `state_dict()`; elsewhere the call is refused. Checkpoints, which
-know what is cut, ask with `keep_vars`.
+know what is cut, ask with `keep_vars`. Whole tensors may be loaded anywhere: each rank takes its rows of them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from paceline.comm.fully_shard import is_part, local
 from paceline.nouns.errors import WorkloadError
 from paceline.parallel.shard.strategy import Shard
 
@@ -32,6 +33,7 @@ class WholeStateDicts:
         for module in model.modules():
             module.register_state_dict_pre_hook(self._before)
             module.register_state_dict_post_hook(partial(self._after))  # torch writes an attribute to it
+            module.register_load_state_dict_pre_hook(self._before_load)
 
     def _before(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
         """Refuse what would have parts.
@@ -58,9 +60,43 @@ class WholeStateDicts:
             if isinstance(value, torch.Tensor):
                 state[prefix + name] = value.clone()
 
+    def _before_load(self, module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
+        """Put this rank's rows in the place of whole tensors that are to be loaded.
+
+        Raises:
+            WorkloadError: they are to take the parameters' places.
+        """
+        check_copies(metadata, self.name)
+        if self.shard.is_held:  # what is loaded into whole parameters counts when `job.gathered()` ends
+            return
+        self.shard.reshard()
+        names = {parameter: name for name, parameter in self.shard.parameters.items()}
+        for key, parameter in module._parameters.items():
+            value: Any = state.get(prefix + key)
+            if parameter is None or not is_part(parameter) or not _is_whole(value, parameter.shape):
+                continue
+            rows = torch.empty_like(parameter.detach(), dtype=value.dtype)
+            local(rows).copy_(self.shard.rows_of(names[parameter], value))
+            state[prefix + key] = rows
+
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise WorkloadError(
             "a model in parts can't be copied",
             f"a copy of the {self.name} was asked for: it would have this rank's rows alone",
             "make the copy before paceline.prepare, and hand it in too",
+        )
+
+
+def _is_whole(value: Any, shape: torch.Size) -> bool:
+    """Return whether a value is a plain tensor of this shape; torch's own errors say what else is wrong."""
+    return isinstance(value, torch.Tensor) and not is_part(value) and value.shape == shape
+
+
+def check_copies(metadata: Any, name: str) -> None:
+    """Raise WorkloadError if `load_state_dict` is to put its tensors in the parameters' places, by `assign=True`."""
+    if metadata.get("assign_to_params_buffers", False):
+        raise WorkloadError(
+            "load_state_dict should copy into the model's parameters, which the optimizer updates",
+            f"the {name} is in parts, and assign=True would put other tensors in their places",
+            "leave assign=True out, or load before paceline.prepare",
         )

@@ -201,15 +201,17 @@ class Shard:
 
     def fill(self, name: str, full: torch.Tensor) -> None:
         """Write this rank's rows of the `full` tensor into the parameter `name`."""
-        shard_spec = self._placement(name, self.shapes[name])
-        if tuple(full.shape) != shard_spec.shape:
-            raise ValueError(f"{name} has the shape {shard_spec.shape}, not {tuple(full.shape)}")
-        rows = slice(None)
-        if shard_spec.cuts:
-            rows = slice(*shard_spec.cuts[0].ranges[0])
+        shape = self.shapes[name]
+        if tuple(full.shape) != shape:
+            raise ValueError(f"{name} has the shape {shape}, not {tuple(full.shape)}")
         self.reshard()
         with torch.no_grad():
-            local(self.parameters[name]).copy_(full[rows] if shard_spec.shape else full)
+            local(self.parameters[name]).copy_(self.rows_of(name, full))
+
+    def rows_of(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows of a tensor of the shape of the parameter `name`."""
+        cuts = self._placement(name, self.shapes[name]).cuts
+        return full[slice(*cuts[0].ranges[0])] if cuts else full
 
     def close(self) -> None:
         """Let go of the other ranks; the model keeps this rank's parts."""

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm import api
+from paceline.comm.batch_norm import without_sync
 from paceline.comm.collectives import AxisComm
 from paceline.comm.ledger import Ledger
 from paceline.comm.process_group import RankInfo
@@ -151,6 +152,7 @@ def _loss_as_rank(workload: Workload, batch: Any, rank: int, ranks: int) -> tupl
     seed_everything(workload.seed)
     with as_rank(rank, ranks) as calls, controlled():  # with gradients: a loss may take some of its own
         model = widen(workload.model()).train()
+        without_sync(model)
         loss_sum, weight = checked(workload.loss(model, batch))
     return float(loss_sum.detach()) / max(float(weight), 1e-300), calls
 
