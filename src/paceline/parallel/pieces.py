@@ -80,7 +80,7 @@ _MOST_OPTIMIZERS = 1000
 _BAD_WEIGHT = 2  # in the place of _BAD, where 1 means the loss
 # Relative: GPUs may sum in another order; other samples, or a loss of pieces, differ in their first digits.
 SUMS_DIFFER = 1e-9
-_MAY_DIFFER = {SPLIT: SUMS_DIFFER, BACKWARD: 1e-4, END: 0.0}
+_MAY_DIFFER = {SPLIT: SUMS_DIFFER, BACKWARD: 1e-4}
 SAME_SAMPLES = (
     "call models on every rank, not under `if job.rank == 0`; take the samples from the loader that paceline.prepare "
     "returned, or by job.data_rank in place of job.rank; draw with torch, whose random numbers are the same on these "
@@ -92,11 +92,6 @@ _NOT_ALIKE = {  # what should be equal, and how to make it so
         "ranks of one tensor group should compute the same loss",
         f"{SAME_SAMPLES}; and compute the loss from what model(...) returns, not from its parameters, of which each "
         "rank has a piece",
-    ),
-    END: (
-        "the pieces of parameters should be equal on every rank that has the same ones",
-        "change gradients and parameters in the same way on every rank: draw noise from a generator with the same seed "
-        "on all of them",
     ),
 }
 
@@ -674,7 +669,7 @@ class PiecewiseParallel(Parallel):
             The weight and the weighted loss of the step's backward passes, added up.
 
         Raises:
-            CollectiveError: another rank is at another piece, or the ranks' parameters differ.
+            CollectiveError: another rank is at another piece.
             WorkloadError: the ranks' buffers have different shapes.
         """
         self._note_reached()
@@ -708,8 +703,6 @@ class PiecewiseParallel(Parallel):
         """Make buffers equal; return whether a rank was asked to stop."""
         self._say(piece)
         self._write(_STOP, is_stopping)
-        pieces = self._pieces()
-        self._write(self._place(_ALIKE), self._check_of(pieces) if pieces else 0.0)
         changed = self.buffers.find_changed()
         if any(changed):
             for place, flag in enumerate(changed, self.buffers_at):
@@ -814,19 +807,6 @@ class PiecewiseParallel(Parallel):
     def named(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters that the optimizers update, by name."""
         return {known.name: parameter for parameter, known in self.known.items()}
-
-    def check_of_parameters(self) -> float:
-        """Return a number that differs where a whole parameter differs in any bit, but for rare chances."""
-        pieces = self._pieces()
-        whole = [parameter for parameter in self.known if parameter not in pieces and not is_part(parameter)]
-        return self._check_of(whole)
-
-    def _check_of(self, parameters: Iterable[torch.nn.Parameter]) -> float:
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        with torch.no_grad():
-            for number, parameter in enumerate(parameters):
-                total = total + parameter.detach().double().sum() * (1 + number % 7)
-        return float(total.nan_to_num(0.5, 1.5, 2.5))
 
     def _pieces(self) -> Mapping[torch.nn.Parameter, tuple[SplitForward, str]]:
         """Return the parameters of which this rank has a piece."""
@@ -1158,15 +1138,13 @@ class PiecewiseParallel(Parallel):
                 raise CollectiveError(what, f"those of rank {rank} are not those of this rank", fix)
 
     def _check_alike(self, call: int, numbers: Sequence[float]) -> None:
-        """Check what is equal on the ranks of `tensor`, which see the same samples, or on ranks with the same pieces.
+        """Check what is equal on the ranks of `tensor`, which see the same samples.
 
         All ranks look at all numbers: none goes on while another stops.
         """
-        first: dict[int, tuple[int, float]] = {}  # rank and number, by what the ranks have in common
+        first: dict[int, tuple[int, float]] = {}  # rank and number, by the ranks' samples
         for rank, number in zip(self.comms.step.peers, numbers, strict=True):
-            at = self.mesh.coordinate(rank)
-            key = at["tensor"] if call == END else self.mesh.data_part(rank)
-            other, expected = first.setdefault(key, (rank, number))
+            other, expected = first.setdefault(self.mesh.data_part(rank), (rank, number))
             if abs(number - expected) <= _MAY_DIFFER[call] * abs(expected):
                 continue
             what, fix = _NOT_ALIKE[call]
