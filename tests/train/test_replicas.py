@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.comm import api
 from paceline.checkpoint.manifest import read_manifest
+from paceline.comm import api
 from paceline.nouns.errors import PacelineError
 from paceline.nouns.plan import Plan
 from paceline.train import replicas
 from paceline.train.job import Job
+
 from support.ranks import run_ranks
 
 FOUR = torch.tensor([1.0, -2.0, 3.0, -4.0])

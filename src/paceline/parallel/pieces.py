@@ -37,7 +37,7 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.comm.batch_norm import share_by
 from paceline.comm.collectives import AxisComm
-from paceline.comm.fully_shard import gathered, is_part
+from paceline.comm.fully_shard import gathered, is_part, read_whole, take_lost_write
 from paceline.comm.host_copy import HostCopy
 from paceline.comm.pytree import tensors_in
 from paceline.comm.reducer import Reducer, message_reducer
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from paceline.parallel.shard.strategy import Shard
     from paceline.parallel.split_forward import SplitForward, SplitForwards
 
-BACKWARD, REDUCE, END, CALL, GATHER, SPLIT = range(1, 7)
+BACKWARD, REDUCE, END, CALL, GATHER, SPLIT, READ = range(1, 8)
 _CALLS = {
     BACKWARD: "calls job.backward",
     REDUCE: "sums gradients, for optimizer.step(), job.clip or job.gradients",
@@ -71,6 +71,7 @@ _CALLS = {
     CALL: "calls a model of which each rank has a part",
     GATHER: "enters job.gathered",
     SPLIT: "calls a model for the first time",
+    READ: "reads a number of a parameter or gradient that is in parts",
 }
 # Places in the message: sums over the ranks, and then five numbers of each rank; the last two are equal on some ranks.
 # At the end of a step _STOP says that a rank was asked to stop; before an update, that the step's end has more to say.
@@ -100,7 +101,7 @@ class Piece(NamedTuple):
     """What a rank is about to do.
 
     Attributes:
-        call: BACKWARD, REDUCE, END, CALL, GATHER or SPLIT.
+        call: BACKWARD, REDUCE, END, CALL, GATHER, SPLIT or READ.
         target: the number of the optimizer, or of the model for CALL and SPLIT, from 1; 0 means all.
         check: a number that is the same on every rank where all is well.
         differs: what is wrong where it is not.
@@ -300,6 +301,7 @@ class PiecewiseParallel(Parallel):
         for number, shard in enumerate(self.parts.shards, 1):
             shard.before_call = partial(self._meet, Piece(CALL, len(self.sharded) + number))
             WholeStateDicts(shard.model, shard)
+        read_whole(self.placed.parameters.values(), partial(self._meet, Piece(READ)))
         self.placed.keeps_pace = True  # the collectives of a forward pass want every rank there
         return still_used
 
@@ -585,6 +587,8 @@ class PiecewiseParallel(Parallel):
             WorkloadError: a dense parameter has a sparse gradient, or the other way round.
         """
         self._note_reached()
+        if self.parts is not None and take_lost_write():
+            raise _lost_write()
         self.foresight.note(True, piece.target)
         targets = self.targets if not piece.target else [self.targets[piece.target - 1]]
         is_early = self._agree_on_early(piece, targets, is_stopping)
@@ -1190,6 +1194,16 @@ def _made_elsewhere(name: str) -> UsageError:
     )
 
 
+def _lost_write() -> UsageError:
+    return UsageError(
+        "gradients and parameters that are in parts should be changed whole",
+        "rows of one, such as gradient[0] or gradient.split(2)[0], were written into: they were a copy, as other ranks "
+        "have some of these rows, so that the change would be lost",
+        "add zero=1 to the plan, where gradients and parameters are whole; or change them by operations on the whole "
+        "tensor, such as gradient.mul_(0.5), gradient.clamp_(-1, 1)",
+    )
+
+
 def _shown(code: int) -> str:
     call, target = divmod(code, _MOST_OPTIMIZERS)
     which = ""
@@ -1203,6 +1217,11 @@ def _fix(piece: Piece, other_code: int) -> str:
         return (
             "let no rank leave out a call of a model; inside `with job.gathered():` each rank may call models as often "
             "as it likes"
+        )
+    if READ in (piece.call, other_code // _MOST_OPTIMIZERS):
+        return (
+            "read it on every rank, such as norm = float(gradient.norm()), and print the number under "
+            "`if job.rank == 0`"
         )
     return (
         "let no rank leave out a batch, a backward pass or an update; one without samples hands in its loss with "
