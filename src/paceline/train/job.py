@@ -50,6 +50,7 @@ from paceline.train.kept import SETTINGS, KeptObjects
 from paceline.train.last_checkpoint import first_failure
 from paceline.train.load_weights import check_flags, read_weights
 from paceline.train.memory_file import write_memory
+from paceline.train.paths import Paths, has_compiled
 from paceline.train.pictures import Pictures
 from paceline.train.precision import autocast
 from paceline.train.replicas import Replicas, Shared, numbers_of_groups
@@ -345,12 +346,13 @@ class Job:
         if self.before_update is not None:
             self.before_update.step = self.step_number
         try:
-            stats, norm, is_skipped = train_step(
-                batch.microbatches,
-                self.parallel,
-                self.optimizer,
-                (self._is_asked_to_stop(), batch.longest),
-            )
+            with self.paths.watched():
+                stats, norm, is_skipped = train_step(
+                    batch.microbatches,
+                    self.parallel,
+                    self.optimizer,
+                    (self._is_asked_to_stop(), batch.longest),
+                )
         except PacelineError as error:
             rank = self.rank if error.rank is None else error.rank
             raise error.at(rank=rank, step=self.step_number + 1) from error.__cause__
@@ -980,6 +982,7 @@ class Job:
         else:
             last_checkpoint.discard_left(self)
         self.closed_step = self.step_number
+        self.paths.stop()
         self.times_file.close()
         self.profiler.close(self.step_number)
         self.events.write({"event": "end", "step": self.step_number, "ledger": self.ledger.rows()})
@@ -1033,6 +1036,9 @@ class Job:
         self.closed_step = None
         self.kept = KeptObjects(self.world, self.notice)
         self.replicas = Replicas(self.world, self._shared)
+        self.paths = Paths(self.comm, self.notice)
+        if self.plan.is_compiled or has_compiled(self.model):
+            self.paths.leave_out()
         self.has_own_batches = False
         self.is_stopping = threading.Event()
         self.is_stepping = False  # stays set when a step fails
@@ -1101,6 +1107,7 @@ class Job:
         """
         if self.unchecked:
             self.unchecked = False
+            self.paths.end_step()
             self._compare_ranks(now=self.step_number == self.total_steps)  # a short job may save nothing
         late, self.late = self.late, None
         if late is not None:

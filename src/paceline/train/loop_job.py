@@ -280,6 +280,7 @@ class LoopJob(Job):
         self.began_s = self.clock.now_s()
         self.sent_before = self.ledger.total_bytes
         super()._begin_run()
+        self.paths.watch()
 
     def models(self) -> list[torch.nn.Module]:
         """Return the models that `paceline.prepare` was handed."""
@@ -802,6 +803,9 @@ class LoopJob(Job):
         self.samples = self.batches_seen = 0
         if self.parallel.observers.observers:
             self.parallel.observers.parameters_updated(self.parallel.named(), self.optimizer)
+        if self.paths.is_watching:
+            self.paths.end_step()
+            self.paths.watch()
         self._compare_ranks()
         self._begin_timing()
         return ended.is_stopping
