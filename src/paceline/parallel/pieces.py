@@ -642,7 +642,7 @@ class PiecewiseParallel(Parallel):
         """Return what the person should know of how the models run."""
         forwards = [] if self.tensor is None else self.tensor.forwards
         split = [notice for forward in forwards for notice in forward.split.notices]
-        return [*self.placed.notices, *split]
+        return [*self.placed.notices, *split, *self.buffers.notices]
 
     def held(self) -> dict[str, LocalShard]:
         """Return where the optimizers' state of each parameter is, if not on every rank, and parts of frozen models."""

@@ -86,20 +86,22 @@ class Paths:
         self.counts = {}
         rows = self.comm.all_gather(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         by_rank: list[Counts] = [json.loads(bytes(row.tolist())) for row in rows]
-        for line in by_rank[0]:
-            for rank, counts in zip(self.comm.peers[1:], by_rank[1:], strict=True):
-                # A rank that did not come to it may have had no samples.
-                if line not in self.told and line in counts and counts[line] != by_rank[0][line]:
-                    self._tell(line, by_rank[0][line], (rank, counts[line]))
+        # A rank without any counts has had no samples.
+        ranks = [rank for rank, counts in zip(self.comm.peers, by_rank, strict=True) if counts]
+        seen = [counts for counts in by_rank if counts]
+        for line in dict.fromkeys(line for counts in seen for line in counts):
+            at_line = [counts.get(line, [0, 0, 0]) for counts in seen]
+            other = next((index for index, counts in enumerate(at_line) if counts != at_line[0]), None)
+            if other is not None and line not in self.told:
+                self._tell(line, (ranks[0], at_line[0]), (ranks[other], at_line[other]))
 
-    def _tell(self, line: str, first: list[int], other: tuple[int, list[int]]) -> None:
+    def _tell(self, line: str, first: tuple[int, list[int]], other: tuple[int, list[int]]) -> None:
         self.told.add(line)
-        rank, counts = other
         self.notice(
-            f"the path at {line} depends on the values of the batch: it {_described(first)} on rank "
-            f"{self.comm.peers[0]}, and {_described(counts)} on rank {rank}, whose samples are others. Unless it "
-            "changes no result, the losses are not those of one process: choose by torch.where or a mask for each "
-            "sample, or take a fixed number of rounds; `paceline verify` tells"
+            f"the path at {line} depends on the values of the batch: on rank {first[0]} it {_described(first[1])}, on "
+            f"rank {other[0]}, which has other samples, it {_described(other[1])}. Unless that changes no result, the "
+            "losses are not those of one process: choose by torch.where or a mask for each sample, or take a fixed "
+            "number of rounds; `paceline verify` tells"
         )
 
 
@@ -108,7 +110,7 @@ def _described(counts: list[int]) -> str:
     for count, outcome in zip(counts, ("was True", "was False", "read a number"), strict=True):
         if count:
             words.append(f"{outcome} {count} times" if count > 1 else f"{outcome} once")
-    return " and ".join(words)
+    return " and ".join(words) or "was not reached"
 
 
 def has_compiled(model: torch.nn.Module) -> bool:

@@ -168,9 +168,6 @@ def check_branches(reference: Reference, ranks: list[RankResult], plan: Plan) ->
     of_ranks = [_ways_by_line(result.facts["branches"]) for result in ranks]
     mesh = Mesh.parse(plan.mesh)
     parts = {mesh.data_part(result.rank): ways for result, ways in zip(ranks, of_ranks, strict=True)}
-    import sys
-
-    print("DBG", expected, of_ranks, file=sys.stderr)
     for result, found in zip(ranks, of_ranks, strict=True):
         for line, ways in found.items():
             if line not in expected or ways == expected[line]:

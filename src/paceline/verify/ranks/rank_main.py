@@ -137,6 +137,8 @@ class _RankRun:
         self.facts["pieces"] = [[piece.start, piece.stop] for piece in job.loader.pieces(batch.positions)]
         if self.run.get("watch"):
             self.facts["samples"] = [prints_of(micro_batch) for micro_batch in batch.microbatches]
+        if step == 1:
+            self.branches.clear()  # the loss may have been tried before
         self.facts["losses"].append(self._take_step(job, batch))  # everything above is of the time before the step
         self.facts["rates"].append([float(group["lr"]) for group in job.optimizer.param_groups])
         assert job.last is not None
