@@ -368,13 +368,13 @@ def read_whole(tensors: Iterable[torch.Tensor], before_read: Callable[[], None])
     # torch asks here for what has no rule of its own for DTensors. It has none for reading a number, and three of its
     # rules are wrong: it adds up norms before they are those of the whole, it takes the mean of the means of parts that
     # are not equally long, and it counts on how many ranks any value is true.
-    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers[_READ] = _read_number
     for operation in (*_SUMS, *_MEANS, *_ANY):
         handlers[operation] = _of_whole
     for operation in _VIEWS:
         handlers[operation] = _view
-    DTensor.__format__ = _format
+    DTensor.__format__ = _format  # type: ignore[method-assign, assignment]
 
 
 def _read_number(operation: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
