@@ -31,7 +31,7 @@ from paceline.parallel import pieces
 from paceline.parallel.replicate import buffers, early
 from paceline.profile import simulate
 from paceline.profile.step_observer import AbsentPeers
-from paceline.train import loop_job
+from paceline.train import loop_job, paths, replicas
 from paceline.train import step as step_module
 
 from support import absent_device, attention_models, expert_models
@@ -341,7 +341,7 @@ def seen_in_loop(rank, size, clips):
     pieces.PiecewiseParallel._check_same = lambda parallel, piece, by_rank: None
     FakeTensor.tolist = numbers_of
     early._COMPARED_SUMS = 0  # so are the values of gradients
-    loop_job._COMPARED_STEPS = 0  # in the first steps, and at checkpoints, parameters are compared
+    replicas.FIRST_STEPS = paths.FIRST_STEPS = 0  # in the first steps, and at checkpoints, ranks are compared
     loop_job._check_loss = lambda loss: None  # it takes what has no values for a graph's
     nn.Module.to = lambda module, *arguments: module
     mode = FakeTensorMode(allow_non_fake_inputs=True)

@@ -261,7 +261,7 @@ def test_what_differs_between_ranks_is_told_on_all_after_the_first_update():
     for answers in run_ranks(2, train_apart, (False, True)):
         assert len(answers) == 2
         for text, steps in answers:
-            assert "gain differs between rank 0 and rank 1 after the update" in text
+            assert "after step 1 gain differs between rank 0 and rank 1" in text
             assert steps == 1
 
 

@@ -576,7 +576,7 @@ MISTAKES = [
     (other_optimizer, UsageError, "this SGD is not", "hand it to paceline.prepare"),
     (backward_on_rank_0, CollectiveError, "calls job.backward", "let no rank leave out"),
     (other_optimizer_on_rank_1, CollectiveError, "(optimizer 1)", "let no rank leave out"),
-    (noise_by_rank, CollectiveError, "are not those of this rank", "generator with the same seed"),
+    (noise_by_rank, CollectiveError, "differs between rank 0 and rank 1", "generator that has the same seed"),
     (epochs_without_a_loader, UsageError, "was handed none", "while job.step_number"),
     (declared_step, UsageError, "runs the loss of a paceline.Workload", "job.backward(loss) and optimizer.step()"),
     (declared_batches, UsageError, "those of a paceline.Workload", "iterate over the loader"),

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 import paceline
 from paceline.nouns.errors import PacelineError
 from paceline.nouns.plan import Plan
-from paceline.train.loop_job import _COMPARED_STEPS
+from paceline.train.replicas import FIRST_STEPS
 
 from support.ranks import preload, run_ranks
 
@@ -99,7 +99,7 @@ def test_one_message_less_where_there_is_nothing_to_say(size, plan):
     for persistent in (None, False):
         found = run_ranks(size, messages_of, size, plan, persistent)[0]
         expected = list(with_all)
-        for step in range(_COMPARED_STEPS, len(expected)):
+        for step in range(FIRST_STEPS, len(expected)):
             expected[step] -= 1
         assert found == expected
 
@@ -256,9 +256,10 @@ def trained_without_a_loader(rank, size, plan):
 def test_a_loop_without_a_loader_leaves_the_message_out_too(plan):
     alone = run_ranks(1, trained_without_a_loader, 1, plan)[0]
     for calls, step, values in run_ranks(2, trained_without_a_loader, 2, plan):
-        # The first steps' ends are said, and the sums that begin early come on top from the third on.
-        assert calls[_COMPARED_STEPS] - calls[_COMPARED_STEPS + 1] == 1
-        assert len(set(calls[_COMPARED_STEPS + 1 :])) == 1
+        # The first steps' ends are said, and the sums that begin early come on top from the third on. What ranks hold,
+        # and which paths they took, is compared by two gathers each.
+        assert calls[FIRST_STEPS] - calls[FIRST_STEPS + 1] == 1 + 2 + 2
+        assert len(set(calls[FIRST_STEPS + 1 :])) == 1
         assert step == STEPS
         for value, expected in zip(values, alone[2], strict=True):
             torch.testing.assert_close(value, expected, rtol=0, atol=1e-12)

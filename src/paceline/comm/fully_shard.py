@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,13 +20,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
 
 from paceline.comm.collectives import AxisComm, named_failure
 from paceline.nouns.patching import patched
 
 # torch 2.13 renamed them; the old names warn there, the new ones are not in 2.11.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_ATEN = torch.ops.aten
+_READ = _ATEN._local_scalar_dense.default
+_SUMS = (_ATEN.sum.default, _ATEN.sum.dim_IntList)
+_ANY = (_ATEN.any.default, _ATEN.any.dim, _ATEN.any.dims)
+_VIEWS = (
+    _ATEN.select.int,
+    _ATEN.slice.Tensor,
+    _ATEN.split.Tensor,
+    _ATEN.split_with_sizes.default,
+    _ATEN.diagonal.default,
+)
+_MEANS = (
+    _ATEN.mse_loss.default,
+    _ATEN.huber_loss.default,
+    _ATEN.smooth_l1_loss.default,
+    _ATEN.binary_cross_entropy_with_logits.default,
+)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -330,6 +348,94 @@ def is_part(tensor: Any) -> bool:
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
     """Return all of a tensor that is spread over ranks; any other tensor itself. Collective, and not in the ledger."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+_before_reads: dict[DeviceMesh, Callable[[], None]] = {}
+_copies: list[tuple[torch.Tensor, int]] = []  # of parts that looked like views, and their versions
+
+
+def read_whole(tensors: Iterable[torch.Tensor], before_read: Callable[[], None]) -> None:
+    """Have numbers computed from parts, such as a norm that `float` reads, be those of the whole; torch reads the part.
+
+    Args:
+        tensors: that are in parts. It holds for all that are spread over the same ranks.
+        before_read: called before a number is read, as that takes all these ranks.
+    """
+    _copies.clear()
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            _before_reads[tensor.device_mesh] = before_read
+    # torch asks here for what has no rule of its own for DTensors. It has none for reading a number, and three of its
+    # rules are wrong: it adds up norms before they are those of the whole, it takes the mean of the means of parts that
+    # are not equally long, and it counts on how many ranks any value is true.
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[_READ] = _read_number
+    for operation in (*_SUMS, *_MEANS, *_ANY):
+        handlers[operation] = _of_whole
+    for operation in _VIEWS:
+        handlers[operation] = _view
+    DTensor.__format__ = _format  # type: ignore[method-assign, assignment]
+
+
+def _read_number(operation: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+    """Return the one number of a DTensor."""
+    tensor = arguments[0]
+    before_read = _before_reads.get(tensor.device_mesh)
+    if before_read is None or all(placement.is_replicate() for placement in tensor.placements):
+        return operation(tensor._local_tensor)
+    before_read()
+    with torch.no_grad():
+        return operation(gathered(tensor))
+
+
+def _of_whole(operation: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+    """Return the result of an operation that torch does not compute rightly from parts."""
+    mesh = next(value.device_mesh for value in arguments if isinstance(value, DTensor))
+    whole = [Replicate()] * mesh.ndim
+    if operation in _MEANS or (operation in _SUMS and any(map(_is_part_of_norm, arguments[0].placements))):
+        arguments = tuple(
+            value.redistribute(placements=whole) if isinstance(value, DTensor) else value for value in arguments
+        )
+    result = _by_torch(operation, arguments, options)
+    return result.redistribute(placements=whole) if operation in _ANY else result
+
+
+def _is_part_of_norm(placement: Placement) -> bool:
+    return placement.is_partial() and type(placement) is not Partial
+
+
+def _by_torch(operation: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+    """Return the result of an operation by torch's own rule for DTensors."""
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handler = handlers.pop(operation)
+    try:
+        return operation(*arguments, **options)
+    finally:
+        handlers[operation] = handler
+
+
+def _view(operation: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+    """Return views of a DTensor; remember those that are none, as other ranks have a part of what they show."""
+    tensor = arguments[0]
+    result = _by_torch(operation, arguments, options)
+    if tensor.device_mesh in _before_reads:
+        memory = tensor._local_tensor.untyped_storage().data_ptr()
+        for one in result if isinstance(result, (list, tuple)) else [result]:
+            if one._local_tensor.untyped_storage().data_ptr() != memory:
+                _copies.append((one, one._version))
+    return result
+
+
+def take_lost_write() -> bool:
+    """Return whether something was written since the last call into what looked like a view, and was a copy."""
+    is_lost = any(copy._version != version for copy, version in _copies)
+    _copies.clear()
+    return is_lost
+
+
+def _format(tensor: DTensor, spec: str) -> str:
+    """Format one number as a plain tensor's is, which torch leaves out."""
+    return format(tensor.item(), spec) if spec and tensor.dim() == 0 else object.__format__(tensor, spec)
 
 
 def has_parts(types: Sequence[type]) -> bool:

@@ -291,7 +291,7 @@ class Parallel:
     @property
     def notices(self) -> Sequence[str]:
         """Return what the person should know of how the model runs; batches of new shapes may add to it."""
-        return self.placed.notices
+        return [*self.placed.notices, *self.buffers.notices]
 
     def held(self) -> dict[str, LocalShard]:
         """Return this rank's part of every state tensor that is not whole on all ranks, and who else has the same."""

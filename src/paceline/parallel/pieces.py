@@ -38,7 +38,7 @@ from torch.utils.hooks import RemovableHandle
 from paceline.comm.batch_norm import share_by
 from paceline.comm.collectives import AxisComm
 from paceline.comm.dtypes import checksum
-from paceline.comm.fully_shard import gathered, is_part
+from paceline.comm.fully_shard import gathered, is_part, read_whole, take_lost_write
 from paceline.comm.host_copy import HostCopy
 from paceline.comm.pytree import tensors_in
 from paceline.comm.reducer import Reducer, message_reducer
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from paceline.parallel.shard.strategy import Shard
     from paceline.parallel.split_forward import SplitForward, SplitForwards
 
-BACKWARD, REDUCE, END, CALL, GATHER, SPLIT = range(1, 7)
+BACKWARD, REDUCE, END, CALL, GATHER, SPLIT, READ = range(1, 8)
 _CALLS = {
     BACKWARD: "calls job.backward",
     REDUCE: "sums gradients, for optimizer.step(), job.clip or job.gradients",
@@ -72,6 +72,7 @@ _CALLS = {
     CALL: "calls a model of which each rank has a part",
     GATHER: "enters job.gathered",
     SPLIT: "calls a model for the first time",
+    READ: "reads a number of a parameter or gradient that is in parts",
 }
 # Places in the message: sums over the ranks, and then five numbers of each rank; the last two are equal on some ranks.
 # At the end of a step _STOP says that a rank was asked to stop; before an update, that the step's end has more to say.
@@ -81,7 +82,7 @@ _MOST_OPTIMIZERS = 1000
 _BAD_WEIGHT = 2  # in the place of _BAD, where 1 means the loss
 # Relative: GPUs may sum in another order; other samples, or a loss of pieces, differ in their first digits.
 SUMS_DIFFER = 1e-9
-_MAY_DIFFER = {SPLIT: SUMS_DIFFER, BACKWARD: 1e-4, END: 0.0}
+_MAY_DIFFER = {SPLIT: SUMS_DIFFER, BACKWARD: 1e-4}
 SAME_SAMPLES = (
     "call models on every rank, not under `if job.rank == 0`; take the samples from the loader that paceline.prepare "
     "returned, or by job.data_rank in place of job.rank; draw with torch, whose random numbers are the same on these "
@@ -93,11 +94,6 @@ _NOT_ALIKE = {  # what should be equal, and how to make it so
         "ranks of one tensor group should compute the same loss",
         f"{SAME_SAMPLES}; and compute the loss from what model(...) returns, not from its parameters, of which each "
         "rank has a piece",
-    ),
-    END: (
-        "the pieces of parameters should be equal on every rank that has the same ones",
-        "change gradients and parameters in the same way on every rank: draw noise from a generator with the same seed "
-        "on all of them",
     ),
 }
 
@@ -112,7 +108,7 @@ class Piece(NamedTuple):
     """What a rank is about to do.
 
     Attributes:
-        call: BACKWARD, REDUCE, END, CALL, GATHER or SPLIT.
+        call: BACKWARD, REDUCE, END, CALL, GATHER, SPLIT or READ.
         target: the number of the optimizer, or of the model for CALL and SPLIT, from 1; 0 means all.
         check: a number that is the same on every rank where all is well.
         differs: what is wrong where it is not.
@@ -326,6 +322,7 @@ class PiecewiseParallel(Parallel):
         for number, shard in enumerate(self.parts.shards, 1):
             shard.before_call = partial(self._meet, Piece(CALL, len(self.sharded) + number))
             WholeStateDicts(shard.model, shard)
+        read_whole(self.placed.parameters.values(), partial(self._meet, Piece(READ)))
         self.placed.keeps_pace = True  # the collectives of a forward pass want every rank there
         return still_used
 
@@ -615,6 +612,8 @@ class PiecewiseParallel(Parallel):
             WorkloadError: a dense parameter has a sparse gradient, or the other way round.
         """
         self._note_reached()
+        if self.parts is not None and take_lost_write():
+            raise _lost_write()
         self.foresight.note(True, piece.target)
         targets = self.targets if not piece.target else [self.targets[piece.target - 1]]
         is_early = self._agree_on_early(piece, targets, is_stopping)
@@ -670,7 +669,7 @@ class PiecewiseParallel(Parallel):
         """Return what the person should know of how the models run."""
         forwards = [] if self.tensor is None else self.tensor.forwards
         split = [notice for forward in forwards for notice in forward.split.notices]
-        return [*self.placed.notices, *split]
+        return [*self.placed.notices, *split, *self.buffers.notices]
 
     def held(self) -> dict[str, LocalShard]:
         """Return where the optimizers' state of each parameter is, if not on every rank, and parts of frozen models."""
@@ -701,7 +700,7 @@ class PiecewiseParallel(Parallel):
             The weight and the weighted loss of the step's backward passes, added up.
 
         Raises:
-            CollectiveError: another rank is at another piece, or the ranks' parameters differ.
+            CollectiveError: another rank is at another piece.
             WorkloadError: the ranks' buffers have different shapes.
         """
         self._note_reached()
@@ -735,8 +734,6 @@ class PiecewiseParallel(Parallel):
         """Make buffers equal; return whether a rank was asked to stop."""
         self._say(piece)
         self._write(_STOP, is_stopping)
-        pieces = self._pieces()
-        self._write(self._place(_ALIKE), self._check_of(pieces) if pieces else 0.0)
         changed = self.buffers.find_changed()
         if any(changed):
             for place, flag in enumerate(changed, self.buffers_at):
@@ -781,7 +778,7 @@ class PiecewiseParallel(Parallel):
             yield
             changed = [each for each in whole if each.has_changed()]
             with torch.no_grad():
-                check = self._check_of(each.tensor for each in changed)
+                check = _check_of(each.tensor for each in changed)
                 values = [each.tensor.detach().clone() for each in changed]  # whole tensors are about to go
             self._meet(Piece(GATHER, 0, check, _OTHER_CHANGES))
         finally:
@@ -846,19 +843,6 @@ class PiecewiseParallel(Parallel):
     def named(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters that the optimizers update, by name."""
         return {known.name: parameter for parameter, known in self.known.items()}
-
-    def check_of_parameters(self) -> float:
-        """Return a number that differs where a whole parameter differs in any bit, but for rare chances."""
-        pieces = self._pieces()
-        whole = [parameter for parameter in self.known if parameter not in pieces and not is_part(parameter)]
-        return self._check_of(whole)
-
-    def _check_of(self, parameters: Iterable[torch.Tensor]) -> float:
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        with torch.no_grad():
-            for number, parameter in enumerate(parameters):
-                total = total + checksum(parameter) * (1 + number % 7)
-        return float(total.nan_to_num(0.5, 1.5, 2.5))
 
     def _pieces(self) -> Mapping[torch.nn.Parameter, tuple[SplitForward, str]]:
         """Return the parameters of which this rank has a piece."""
@@ -1191,15 +1175,13 @@ class PiecewiseParallel(Parallel):
                 raise CollectiveError(what, f"those of rank {rank} are not those of this rank", fix)
 
     def _check_alike(self, call: int, numbers: Sequence[float]) -> None:
-        """Check what is equal on the ranks of `tensor`, which see the same samples, or on ranks with the same pieces.
+        """Check what is equal on the ranks of `tensor`, which see the same samples.
 
         All ranks look at all numbers: none goes on while another stops.
         """
-        first: dict[int, tuple[int, float]] = {}  # rank and number, by what the ranks have in common
+        first: dict[int, tuple[int, float]] = {}  # rank and number, by the ranks' samples
         for rank, number in zip(self.comms.step.peers, numbers, strict=True):
-            at = self.mesh.coordinate(rank)
-            key = at["tensor"] if call == END else self.mesh.data_part(rank)
-            other, expected = first.setdefault(key, (rank, number))
+            other, expected = first.setdefault(self.mesh.data_part(rank), (rank, number))
             if abs(number - expected) <= _MAY_DIFFER[call] * abs(expected):
                 continue
             what, fix = _NOT_ALIKE[call]
@@ -1211,6 +1193,14 @@ def _drop_unless_needed(shard: Shard, model: torch.nn.Module, inputs: Any, outpu
     """Keep parts alone after a forward pass, unless a backward pass through it needs whole parameters."""
     if not shard.is_held and not any(tensor.requires_grad for tensor in tensors_in(output)):
         shard.reshard()
+
+
+def _check_of(tensors: Iterable[torch.Tensor]) -> float:
+    """Return a number that differs where a tensor does, but for rare chances."""
+    total = 0.0
+    for number, tensor in enumerate(tensors):
+        total += float(checksum(tensor).nan_to_num(0.5, 1.5, 2.5)) * (1 + number % 7)
+    return total
 
 
 def _of_host(value: torch.Tensor | float) -> torch.Tensor | float:
@@ -1245,6 +1235,16 @@ def _made_elsewhere(name: str) -> UsageError:
     )
 
 
+def _lost_write() -> UsageError:
+    return UsageError(
+        "gradients and parameters that are in parts should be changed whole",
+        "rows of one, such as gradient[0] or gradient.split(2)[0], were written into: they were a copy, as other ranks "
+        "have some of these rows, so that the change would be lost",
+        "add zero=1 to the plan, where gradients and parameters are whole; or change them by operations on the whole "
+        "tensor, such as gradient.mul_(0.5), gradient.clamp_(-1, 1)",
+    )
+
+
 def _shown(code: int) -> str:
     call, target = divmod(code, _MOST_OPTIMIZERS)
     which = ""
@@ -1258,6 +1258,11 @@ def _fix(piece: Piece, other_code: int) -> str:
         return (
             "let no rank leave out a call of a model; inside `with job.gathered():` each rank may call models as often "
             "as it likes"
+        )
+    if READ in (piece.call, other_code // _MOST_OPTIMIZERS):
+        return (
+            "read it on every rank, such as norm = float(gradient.norm()), and print the number under "
+            "`if job.rank == 0`"
         )
     return (
         "let no rank leave out a batch, a backward pass or an update; one without samples hands in its loss with "

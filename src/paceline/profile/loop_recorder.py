@@ -274,6 +274,13 @@ class LoneJob(LoopJob):
     def save(self, folder: Any) -> None:
         """Do nothing: the steps are tried out."""
 
+    def _begin_run(self) -> None:
+        super()._begin_run()
+        self.paths.leave_out()  # the peers see nothing
+
+    def _compare_ranks(self, now: bool = False) -> None:
+        """Do nothing: the peers have no values."""
+
 
 class _RecordedLoader(LoopLoader):
     def __iter__(self) -> Iterator[Any]:

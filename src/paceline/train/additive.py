@@ -23,6 +23,7 @@ import functools
 import math
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,7 @@ from paceline.parallel.micro_batches import checked_loss
 from paceline.parallel.model_adapter import EagerAdapter, ModelAdapter
 from paceline.train.bystanders import Bystanders, ModuleState, ReachedError
 from paceline.train.compiler_import import defer_compiler_import
+from paceline.train.control_flow_trace import Branches
 from paceline.train.data import RankLoader, Trial
 from paceline.train.device_batches import moved
 from paceline.train.grouped_float64 import grouped_products_in_float64
@@ -109,6 +111,7 @@ class _Evaluation:
         rounding: the relative rounding of both, where the code computed one of them in narrower numbers.
         projections: a projection of each parameter's gradient. It is linear: those of parts add up.
         norms: the norm of each parameter's gradient.
+        looks: how often each line that looked at a tensor's value saw each outcome.
     """
 
     total: float
@@ -116,6 +119,7 @@ class _Evaluation:
     rounding: tuple[float, float] = (0.0, 0.0)
     projections: dict[str, float] = field(default_factory=dict)
     norms: dict[str, float] = field(default_factory=dict)
+    looks: Counter[tuple[str, bool | None]] = field(default_factory=Counter)
 
     @property
     def is_finite(self) -> bool:
@@ -264,7 +268,7 @@ def _is_answered(
     slack = _rounding_slack(make, loss, batches[0])
     if difference := _difference(results, make.mode, sizes, slack):
         _check_draws(make, loss, (batches, results, sizes), slack)
-        raise _does_not_add_up(difference)
+        raise _does_not_add_up(difference, _other_path(results))
     return make.mode.is_float64  # in float32 a term may be hidden in the rounding
 
 
@@ -481,14 +485,16 @@ def _evaluate(model: nn.Module, loss: Loss, batch: Any) -> _Evaluation:
         if parameter.requires_grad:
             hooks.append(parameter.register_post_accumulate_grad_hook(functools.partial(note, name)))
     try:
-        total, weight = checked_loss(loss(model, batch))
+        with Branches() as branches:
+            total, weight = checked_loss(loss(model, batch))
         if total.requires_grad:
             total.backward()  # type: ignore[no-untyped-call]
     finally:
         for hook in hooks:
             hook.remove()
     rounding = (_relative_rounding(total), _relative_rounding(weight))
-    return _Evaluation(float(total.detach()), float(weight), rounding, projections, norms)
+    looks = Counter(branches.taken)
+    return _Evaluation(float(total.detach()), float(weight), rounding, projections, norms, looks)
 
 
 def _relative_rounding(value: Any) -> float:
@@ -591,17 +597,34 @@ def _check_repeats(first: _Evaluation, again: _Evaluation, mode: _TrialMode) -> 
         raise _UndecidableError("two runs of one batch gave different losses")
 
 
-def _does_not_add_up(difference: str, is_captured: bool = False) -> LossError:
+def _other_path(results: Sequence[_Evaluation]) -> str:
+    """Return the line at which a part of the batch went another way than the batch; "" if there is none."""
+    joint, parts = results[0], results[1:]
+    together: Counter[tuple[str, bool | None]] = Counter()
+    for part in parts:
+        together.update(part.looks)
+    for (line, outcome), count in joint.looks.items():
+        # A loop over samples looks at each: then the parts' counts add up.
+        if together[line, outcome] != count and any(part.looks[line, outcome] != count for part in parts):
+            return line
+    return ""
+
+
+def _does_not_add_up(difference: str, line: str = "", is_captured: bool = False) -> LossError:
+    found, fix = difference, ""
     if is_captured:  # not the user's own code has computed it
-        difference += ", as the split model computes it; verify a smaller model to see whether Paceline splits it wrong"
+        found += ", as the split model computes it; verify a smaller model to see whether Paceline splits it wrong"
+    if line:
+        found += f"; the path at {line} depends on the values of the batch: a part of it goes another way"
+        fix = "choose by torch.where, or by a mask, for each sample, or take a fixed number of rounds; "
     return LossError(
         "the loss of a batch should be the sum of its samples' losses, so that the batch can be split",
-        difference,
-        "multiply a mean, or a penalty on the weights, by the weight that you return; a term that compares samples (a "
-        "contrastive loss, a router's load balance, your own batch norm) trains under tensor=N or pipeline=N, whose "
-        "ranks share a batch (a router's also under expert=N), and on one rank, without micro_batch_size and "
-        "micro_batches; or gather what it compares in a loop of your own: job.all_gather(embeddings, grad=True), as "
-        "docs/collectives.md shows",
+        found,
+        f"{fix}multiply a mean, or a penalty on the weights, by the weight that you return; a term that compares "
+        "samples (a contrastive loss, a router's load balance, your own batch norm) trains under tensor=N or "
+        "pipeline=N, whose ranks share a batch (a router's also under expert=N), and on one rank, without "
+        "micro_batch_size and micro_batches; or gather what it compares in a loop of your own: "
+        "job.all_gather(embeddings, grad=True), as docs/collectives.md shows",
     )
 
 
@@ -629,7 +652,7 @@ def _try_without_copy(placed: ModelAdapter, workload: Workload, loader: RankLoad
                     return False
                 if difference := _difference(results, mode, trial.sizes):
                     _check_repeats(results[0], evaluate(batches[0]), mode)
-                    raise _does_not_add_up(difference, placed.is_captured)
+                    raise _does_not_add_up(difference, is_captured=placed.is_captured)
     except (PacelineError, _UndecidableError):
         raise
     except Exception:  # the first step fails the same way, on a batch of the person's

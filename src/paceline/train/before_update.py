@@ -6,13 +6,11 @@ it runs where every rank has them: under `replicate`.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.parts import shown
@@ -20,7 +18,6 @@ from paceline.nouns.plan import Plan
 from paceline.parallel.apply import strategy_of
 from paceline.train.seed import kept_random_state, seed_everything
 
-CHECKED = 3  # updates after which the ranks' parameters are compared
 _DRAWN = 0x0BDA7E  # keeps these random numbers apart from others of the seed
 _ASKED = "before_update should change the gradients in place"
 
@@ -95,27 +92,3 @@ def _check_in_place(
     for name, gradient in handed.items():
         if parameters[name].grad is not gradient:
             raise WorkloadError(_ASKED, f"it gave {name} another .grad", fix)
-
-
-def check_same_parameters(parameters: Mapping[str, torch.nn.Parameter], comm: AxisComm) -> None:
-    """Raise WorkloadError, on every rank, where the ranks' parameters differ after an update. Collective."""
-    if comm.size == 1:
-        return
-    names = list(parameters)
-    digests = [_digest(parameters[name]) for name in names]
-    rows = comm.all_gather(torch.tensor([digests], dtype=torch.int64))
-    for rank, row in zip(comm.peers, rows, strict=True):
-        for name, first, other in zip(names, rows[0].reshape(-1), row.reshape(-1), strict=True):
-            if first != other:
-                raise WorkloadError(
-                    "before_update should do the same on every rank",
-                    f"{name} differs between rank {comm.peers[0]} and rank {rank} after the update",
-                    "leave the rank, the time and what differs between the ranks out of it; what torch, random and "
-                    "numpy draw in it is the same on every rank",
-                )
-
-
-def _digest(parameter: torch.nn.Parameter) -> int:
-    """Return the first seven bytes of a hash of the values: as a number they fit an int64."""
-    content = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return int.from_bytes(hashlib.sha256(content).digest()[:7], "big")

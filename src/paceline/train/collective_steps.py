@@ -42,6 +42,11 @@ class CollectiveSteps:
         return True
 
     @property
+    def holds_replicas(self) -> bool:
+        """True if ranks hold the same tensors at the same step."""
+        return True
+
+    @property
     def saved_mesh(self) -> str:
         """Return the mesh of the ranks that write a checkpoint together."""
         return str(self.job.mesh)

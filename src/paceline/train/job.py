@@ -22,8 +22,8 @@ from paceline.checkpoint.save import CheckpointWriter
 from paceline.comm import api
 from paceline.comm.step_times import CHECKPOINT, EVALUATION, Timed, timed_data
 from paceline.nouns.clock import Clock, WallClock
-from paceline.nouns.errors import CheckpointError, PacelineError, UsageError, WorkloadError
-from paceline.nouns.mesh import Mesh
+from paceline.nouns.errors import CheckpointError, CollectiveError, PacelineError, UsageError, WorkloadError
+from paceline.nouns.mesh import AXES, Mesh
 from paceline.nouns.parts import shown
 from paceline.nouns.plan import Plan
 from paceline.nouns.record import StepRecord
@@ -31,12 +31,13 @@ from paceline.nouns.shard_spec import LocalShard
 from paceline.nouns.workload import Workload
 from paceline.parallel.apply import RankPlace
 from paceline.parallel.model_adapter import ModelAdapter
+from paceline.parallel.optimizer_parts import groups_of
 from paceline.train import evaluate as evaluation
 from paceline.train import last_checkpoint, log, prepare, schedulers, snapshot
 from paceline.train.agree import check_same_data_everywhere
 from paceline.train.assemble import Assembly
 from paceline.train.average import Average
-from paceline.train.before_update import CHECKED, BeforeUpdate, check_same_parameters
+from paceline.train.before_update import BeforeUpdate
 from paceline.train.best import BEST, Best
 from paceline.train.check_saving import check_can_save
 from paceline.train.checkpoint_copies import CheckpointCopier, copier_of, fetched, finish_copies, save_copy
@@ -51,8 +52,10 @@ from paceline.train.kept import SETTINGS, KeptObjects
 from paceline.train.last_checkpoint import first_failure
 from paceline.train.load_weights import check_flags, read_weights
 from paceline.train.memory_file import write_memory
+from paceline.train.paths import Paths, has_compiled
 from paceline.train.pictures import Pictures
 from paceline.train.precision import autocast
+from paceline.train.replicas import Replicas, Shared, numbers_of_groups
 from paceline.train.seed import random_state, restore_random_state, seed_everything
 from paceline.train.servers import ServerSteps
 from paceline.train.step import train_step
@@ -174,7 +177,7 @@ class Job:
     is_stepping: bool
     has_own_batches: bool
     before_update: BeforeUpdate | None = None
-    unchecked: bool = False  # the ranks' parameters are to be compared after the last step
+    unchecked: bool = False  # the ranks are to be compared after the last step, if that is due
     saves_late: bool = False
     late: bool | None  # a step is done whose checkpoint may be due; whether the job is to stop after it
     last: StepRecord | None
@@ -311,6 +314,7 @@ class Job:
                 under the plan.
             LossError: the loss has the wrong form or is not finite; the model is as it was.
             PeerLostError: another rank has gone.
+            CollectiveError: ranks that hold the same tensors have come apart.
             CheckpointError: the job was asked to stop, and can't be saved.
             Stopped: the job was asked to stop; it has been saved.
 
@@ -346,12 +350,13 @@ class Job:
             self.before_update.step = self.step_number
         self.first_step.begin(self, batch)
         try:
-            stats, norm, is_skipped = train_step(
-                batch.microbatches,
-                self.parallel,
-                self.optimizer,
-                (self._is_asked_to_stop(), batch.longest),
-            )
+            with self.paths.watched():
+                stats, norm, is_skipped = train_step(
+                    batch.microbatches,
+                    self.parallel,
+                    self.optimizer,
+                    (self._is_asked_to_stop(), batch.longest),
+                )
         except PacelineError as error:
             rank = self.rank if error.rank is None else error.rank
             raise error.at(rank=rank, step=self.step_number + 1) from error.__cause__
@@ -371,7 +376,7 @@ class Job:
             None if self.parallel.loss_scale is None else self.parallel.loss_scale.value,
         )
         self.is_stepping = False
-        self.unchecked = self.step_number - self.loaded_step <= CHECKED
+        self.unchecked = True
         self._tell(self.parallel.notices)
         self._write_step()
         self.first_step.poll(self)
@@ -588,7 +593,7 @@ class Job:
 
         Raises:
             CheckpointError: `path` holds something else, or can't be written.
-            CollectiveError: another rank goes on with its steps.
+            CollectiveError: another rank goes on with its steps, or ranks that hold the same tensors have come apart.
             PeerLostError: another rank has gone.
 
         Examples:
@@ -986,6 +991,7 @@ class Job:
         else:
             last_checkpoint.discard_left(self)
         self.closed_step = self.step_number
+        self.paths.stop()
         self.times_file.close()
         self.profiler.close(self.step_number)
         self.events.write({"event": "end", "step": self.step_number, "ledger": self.ledger.rows()})
@@ -1040,6 +1046,10 @@ class Job:
         self.first_step = FirstStep()
         self.kept = KeptObjects(self.world, self.notice)
         self.kept.add_extra_state(self.model, is_checked=self.run_dir is not None)
+        self.replicas = Replicas(self.world, self._shared)
+        self.paths = Paths(self.comm, self.notice)
+        if self.plan.is_compiled or has_compiled(self.model):
+            self.paths.leave_out()
         self.has_own_batches = False
         self.is_stopping = threading.Event()
         self.is_stepping = False  # stays set when a step fails
@@ -1103,15 +1113,39 @@ class Job:
         """Do what is left of the last step, once the loop is done with it: compare the ranks, save it if that is due.
 
         Raises:
-            WorkloadError: `before_update` has made the ranks' parameters differ.
+            CollectiveError: ranks that hold the same tensors have come apart.
             Stopped: the job was asked to stop, and is saved.
         """
-        if self.before_update is not None and self.unchecked:
+        if self.unchecked:
             self.unchecked = False
-            check_same_parameters(self.parallel.placed.updated(), self.world)
+            self.paths.end_step()
+            self._compare_ranks(now=self.step_number == self.total_steps)  # a short job may save nothing
         late, self.late = self.late, None
         if late is not None:
             self._save_if_due(late)
+
+    def _compare_ranks(self, now: bool = False) -> None:
+        """Compare what several ranks hold, if that is due, or now. Collective, but for workers of servers.
+
+        Raises:
+            CollectiveError: ranks that hold the same tensors have come apart.
+        """
+        if not self.steps.holds_replicas:
+            return
+        try:
+            if now:
+                self.replicas.compare(self.step_number)
+            else:
+                self.replicas.after_step(self.step_number, self.step_number - self.loaded_step)
+        except CollectiveError as error:
+            raise error.at(rank=self.rank, step=self.step_number) from None
+
+    def _shared(self) -> Iterator[Shared]:
+        """Yield the tensors and numbers that other ranks should hold as this one does."""
+        yield from snapshot.shared_tensors(self.model, self.optimizer, self._held(), self.size)
+        # Another stage of a pipeline may have other groups.
+        others = self.mesh.peers_on(self.rank, [axis for axis in AXES if axis != "pipeline"])
+        yield from numbers_of_groups(groups_of(self.optimizer), others)
 
     def _save_if_due(self, is_stopping: bool) -> None:
         """Begin the checkpoint of this step if the plan has one; where the job stops, save the last step and end.
@@ -1173,6 +1207,7 @@ class Job:
         self.finish_save()
         if not self.steps.is_saving:
             return
+        self._compare_ranks(now=True)  # before anything is written: each rank writes a part
         self.steps.take_state()
         held = self._held()
         size = self.world.size

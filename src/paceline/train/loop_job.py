@@ -63,12 +63,6 @@ _OTHER_BATCHES = (
     "every rank should take its part of the same batch",
     "give the loader's sampler a generator with a seed, or let it draw torch's, Python's or numpy's random numbers",
 )
-_OTHER_PARAMETERS = (
-    "the parameters should be equal on every rank after the update",
-    "change gradients and parameters in the same way on every rank: draw noise from a generator with the same seed on "
-    "all of them",
-)
-_COMPARED_STEPS = 3  # the first ones: a loop that makes ranks differ does so from the beginning
 
 
 def prepare(
@@ -303,6 +297,7 @@ class LoopJob(Job):
         self.began_s = self.clock.now_s()
         self.sent_before = self.ledger.total_bytes
         super()._begin_run()
+        self.paths.watch()
 
     def models(self) -> list[torch.nn.Module]:
         """Return the models that `paceline.prepare` was handed."""
@@ -795,13 +790,13 @@ class LoopJob(Job):
         """End the step but for its checkpoint, and return whether the job is to stop after it. Collective."""
         self.is_updated = False
         every = self.plan.checkpoint_every
-        # Before a checkpoint, too, whose collectives want every rank there.
-        is_compared = self.step_number <= _COMPARED_STEPS or bool(every and self.step_number % every == 0)
+        # The collectives of a comparison, and of a checkpoint, want every rank there.
+        is_compared = self.replicas.is_due(self.step_number, self.step_number - self.loaded_step)
+        is_saved = bool(every and self.step_number % every == 0)
         self.board.begin_collective()
-        check = self.parallel.check_of_parameters() if is_compared and self.size > 1 else 0.0
         with self._located(self.step_number):
             ended = self.parallel.end_step(
-                Piece(END, 0, check, _OTHER_PARAMETERS), self._is_asked_to_stop, goes_on and not is_compared
+                Piece(END), self._is_asked_to_stop, goes_on and not is_compared and not is_saved
             )
         now_s = self.clock.now_s()
         self.last = StepRecord(
@@ -827,6 +822,10 @@ class LoopJob(Job):
         self.samples = self.batches_seen = 0
         if self.parallel.observers.observers:
             self.parallel.observers.parameters_updated(self.parallel.named(), self.optimizer)
+        if self.paths.is_watching:
+            self.paths.end_step()
+            self.paths.watch()
+        self._compare_ranks()
         self._begin_timing()
         return ended.is_stopping
 

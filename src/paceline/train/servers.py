@@ -48,6 +48,11 @@ class ServerSteps(CollectiveSteps):
         return self.job.rank == 0
 
     @property
+    def holds_replicas(self) -> bool:
+        """False: workers may be at other steps."""
+        return False
+
+    @property
     def saved_mesh(self) -> str:
         """Return the mesh of one rank, as which worker 0 writes the whole model."""
         return "replicate=1"

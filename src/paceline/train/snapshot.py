@@ -43,6 +43,7 @@ from paceline.train.alike import StateCheck, check_groups, in_types_of
 from paceline.train.composite_optimizer import restore_parts
 from paceline.train.extra_state import ExtraState, extra_names, state_tensors
 from paceline.train.kept_values import decode, encode
+from paceline.train.replicas import Shared
 
 _VALUES = "values"  # the one key of what is kept of a list, dict or deque
 
@@ -74,6 +75,43 @@ def model_parts(model: torch.nn.Module, held: Mapping[str, LocalShard], size: in
             shard = held.get(name) or _replicated(value, size)
             parts[MODEL + name] = LocalTensor(local_part(value), shard)
     return parts
+
+
+def shared_tensors(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, held: Mapping[str, LocalShard], size: int
+) -> Iterator[Shared]:
+    """Yield what of parameters, persistent buffers and the optimizer's state other ranks hold too.
+
+    Args:
+        model: the model as the strategies left it.
+        optimizer: of it.
+        held: which part of a state tensor is here.
+        size: ranks of the world.
+    """
+    names: dict[torch.Tensor, str] = {}  # a tied tensor has its first name
+    for name, tensor in [*model.named_parameters(), *_persistent_buffers(model)]:
+        if tensor.is_meta or tensor.layout != torch.strided:
+            continue
+        names.setdefault(tensor, name)
+        holders = shard_of_parameter(name, tensor, held, size).holders
+        if len(holders) > 1:
+            yield Shared(name, local_part(tensor), holders)
+    for parameter, key, value, _ in values_of_state(optimizer):
+        if parameter not in names or not isinstance(value, torch.Tensor):
+            continue
+        holders = shard_of_its_state(names[parameter], parameter, held, size).holders
+        if len(holders) > 1:
+            local = local_part(value)
+            parts = pieces_of(key, local) if is_packed(local) else {key: local}
+            for part, tensor in parts.items():
+                yield Shared(f"{part} of the optimizer's state of {names[parameter]}", tensor, holders)
+
+
+def _persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, module in model.named_modules():
+        for key, buffer in module.named_buffers(recurse=False):
+            if key not in module._non_persistent_buffers_set:
+                yield f"{path}.{key}" if path else key, buffer
 
 
 def names_of_state(model: torch.nn.Module) -> dict[str, str]:
@@ -225,9 +263,7 @@ def _duplicate_state(optimizer: torch.optim.Optimizer, name: str) -> WorkloadErr
     )
 
 
-def shard_of_parameter(
-    name: str, parameter: torch.nn.Parameter, held: Mapping[str, LocalShard], size: int
-) -> LocalShard:
+def shard_of_parameter(name: str, parameter: torch.Tensor, held: Mapping[str, LocalShard], size: int) -> LocalShard:
     """Return which part of a parameter is here, and which ranks have the same.
 
     Args:

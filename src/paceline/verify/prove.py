@@ -222,7 +222,7 @@ class _Proof:
         failed = {check.name for check in self.verdict.checks if not check.passed}
         if "step float64" in failed:
             # A loss that branches differently on part of a batch is the loss's fault, and would be blamed on a module.
-            check_branches(Reference.read(self.folder, "float64"), self._results("float64"))
+            check_branches(Reference.read(self.folder, "float64"), self._results("float64"), self.plan)
             self.say("something differs: looking for the first module")
             first = find_first_difference(self.folder, self.plan, self._watch)
             self.verdict.culprit = first or self.verdict.culprit

@@ -29,6 +29,7 @@ _OTHER_FORM = 2**20  # added to a buffer's flag: more than there are ranks, and 
 _SMALL_BYTES = 2**16  # what a copy of a buffer may take
 _LARGE_BYTES = 2**20  # above it a buffer's values are compared in the first steps alone
 _FIRST_STEPS = 3
+_NAMED = 3  # buffers that a notice names
 _WIDTH = 1024  # of the table whose rows and columns are summed
 # Sorted, so that a dtype's place is the same on every rank: it stands for the dtype in messages.
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
@@ -82,6 +83,8 @@ class Buffers:
         self.steps = 0
         self.prints: dict[int, _Print] = {}  # of the last time that values were read
         self.rewritten: set[int] = set()  # buffers that a step wrote unseen
+        self.made_equal: dict[str, str] = {}  # how, by the name of each that `notices` speaks of
+        self.notices: list[str] = []
 
     @property
     def tensors(self) -> list[torch.Tensor | None]:
@@ -165,10 +168,29 @@ class Buffers:
         for index in due:
             tensor = tensors[index]
             if tensor is not None and index not in per_rank:
+                is_mean = tensor.is_floating_point() or tensor.is_complex()
+                self._note_made_equal(index, "the mean" if is_mean else "the largest")
                 self._make_writable(index, tensor)
                 by_dtype.setdefault(tensor.dtype, []).append(index)
         for dtype, indices in by_dtype.items():
             self._reduce_dtype(dtype, indices, ranks_changed)
+
+    def _note_made_equal(self, index: int, how: str) -> None:
+        """Note what becomes of a buffer that forward passes write, to be said once."""
+        module, key = self.slots[index]
+        # Batch norm's statistics are those of the whole batch; what any rank can compute anew depends on no sample.
+        is_told = self.names[index] in self.made_equal or key in module._non_persistent_buffers_set
+        if is_told or type(module).__module__.startswith("torch.nn."):
+            return
+        self.made_equal[self.names[index]] = how
+        of_each = ", ".join(f"{name} ({how})" for name, how in list(self.made_equal.items())[:_NAMED])
+        more = f" and {len(self.made_equal) - _NAMED} more" if len(self.made_equal) > _NAMED else ""
+        self.notices = [
+            f"the model writes into buffers of its state: {of_each}{more}. Each rank writes from its own samples, and "
+            "after each step the buffer becomes that of all ranks' values. This is one process's only if that holds "
+            "for what is written, such as a mean over equally many samples: for a sum, a count, a queue or a codebook "
+            "take the others' samples into it, by paceline.all_reduce or paceline.all_gather in forward"
+        ]
 
     def put_back(self, index: int, first: torch.Tensor) -> bool:
         """Let `first`, the tensor that the buffer was made with, have its values again.
@@ -192,6 +214,7 @@ class Buffers:
                 "give it its last shape where it is registered; or, if any worker can compute it anew, register it "
                 "with persistent=False: then each worker keeps its own",
             )
+        self._note_made_equal(index, "the mean")
         first.detach().copy_(now.detach())
         module._buffers[key] = first
         return True

@@ -162,30 +162,60 @@ def _is_bitwise(reference: Reference, ranks: list[RankResult]) -> bool:
     return largest_difference(reference, ranks) == 0
 
 
-def check_branches(reference: Reference, ranks: list[RankResult]) -> None:
+def check_branches(reference: Reference, ranks: list[RankResult], plan: Plan) -> None:
     """Raise WorkloadError when the user's code went another way for a part of the batch than for all of it."""
-    expected = _outcomes_by_line(reference.facts["branches"])
-    for result in ranks:
-        for line, outcomes in _outcomes_by_line(result.facts["branches"]).items():
-            if line in expected and outcomes != expected[line]:
-                here = _describe_outcomes(outcomes)
-                there = _describe_outcomes(expected[line])
-                raise WorkloadError(
-                    "the loss should take the same branches for a batch and for its parts",
-                    f"the condition at {line} is {there} for the whole batch and {here} on rank {result.rank}",
-                    "choose by torch.where for each sample, or decide in the loop, outside of the loss",
-                )
+    expected = _ways_by_line(reference.facts["branches"])
+    of_ranks = [_ways_by_line(result.facts["branches"]) for result in ranks]
+    mesh = Mesh.parse(plan.mesh)
+    parts = {mesh.data_part(result.rank): ways for result, ways in zip(ranks, of_ranks, strict=True)}
+    for result, found in zip(ranks, of_ranks, strict=True):
+        for line, ways in found.items():
+            if line not in expected or ways == expected[line]:
+                continue
+            if len(ways) != len(expected[line]) and set(ways) == set(expected[line]):
+                continue  # cut into more or fewer micro-batches
+            # A loop over samples looks at each: what the ranks have seen adds up to what one process has.
+            of_parts = [way for of_part in parts.values() for way in of_part.get(line, [])]
+            if _sum(of_parts) == _sum(expected[line]):
+                continue
+            whole, here = next(
+                ((one, other) for one, other in zip(expected[line], ways, strict=False) if one != other),
+                (expected[line][0], ways[0]),
+            )
+            raise WorkloadError(
+                "the loss should take the same path for a batch and for its parts",
+                f"the condition at {line} is {_in_words(whole)} for the whole batch and {_in_words(here)} on rank "
+                f"{result.rank}",
+                "choose by torch.where for each sample, go on for each sample by a mask until it is done, take a fixed "
+                "number of rounds, or decide in the loop, outside of the loss",
+            )
 
 
-def _outcomes_by_line(branches: list[list[Any]]) -> dict[str, set[bool]]:
-    outcomes: dict[str, set[bool]] = {}
-    for line, outcome in branches:
-        outcomes.setdefault(line, set()).add(outcome)
-    return outcomes
+_Way = tuple[int, int, int]  # how often a line saw True and False in a call of the loss, and read a number
 
 
-def _describe_outcomes(outcomes: set[bool]) -> str:
-    return " and ".join(sorted(str(outcome) for outcome in outcomes))
+def _ways_by_line(calls: list[list[list[Any]]]) -> dict[str, list[_Way]]:
+    """Return for each line what it saw in each call that came to it."""
+    ways: dict[str, list[_Way]] = {}
+    for call in calls:
+        seen: dict[str, Counter[bool | None]] = {}
+        for line, outcome in call:
+            seen.setdefault(line, Counter())[outcome] += 1
+        for line, counts in seen.items():
+            ways.setdefault(line, []).append((counts[True], counts[False], counts[None]))
+    return ways
+
+
+def _sum(ways: Sequence[_Way]) -> list[int]:
+    return [sum(counts) for counts in zip(*ways, strict=True)]
+
+
+def _in_words(way: _Way) -> str:
+    words = []
+    for count, outcome in zip(way, ("True", "False", "read"), strict=True):
+        if count:
+            words.append(outcome if sum(way) == 1 else f"{count} times {outcome}")
+    return " and ".join(words)
 
 
 def check_traffic(

@@ -26,12 +26,12 @@ from paceline.nouns.shard_spec import LocalShard
 from paceline.nouns.workload import Workload
 from paceline.parallel.optimizer_list import alone
 from paceline.parallel.replicate.bucket import local_gradient
+from paceline.train.control_flow_trace import Branches
 from paceline.train.data import Batch
 from paceline.train.find_workload import find_workload
 from paceline.train.grouped_float64 import grouped_products_in_float64
 from paceline.train.job import Job
 from paceline.verify.child_setup import read_settings
-from paceline.verify.ranks.control_flow_trace import Branches
 from paceline.verify.ranks.draw_digest import DrawDigest
 from paceline.verify.ranks.dropout_trace import DropoutTrace, MaskPiece, watch_pieces
 from paceline.verify.ranks.fingerprint import prints_of
@@ -72,7 +72,7 @@ class _RankRun:
         self.rank = rank
         self.plan = dataclasses.replace(Plan.of(run["plan"], "the settings"), checkpoint_every=0)
         self.mesh = Mesh.parse(self.plan.mesh)
-        self.branches: list[tuple[str, bool]] = []
+        self.branches: list[list[tuple[str, bool | None]]] = []  # of every call of the loss
         self.calls: list[tuple[float, float]] = []  # of every micro-batch: loss sum and weight
         self.watch = ModuleWatch()
         self.mask_pieces: list[MaskPiece] = []  # one for every split dropout of a step
@@ -139,6 +139,8 @@ class _RankRun:
         self.facts["pieces"] = [[piece.start, piece.stop] for piece in job.loader.pieces(batch.positions)]
         if self.run.get("watch"):
             self.facts["samples"] = [prints_of(micro_batch) for micro_batch in batch.microbatches]
+        if step == 1:
+            self.branches.clear()  # the loss may have been tried before
         self.facts["losses"].append(self._take_step(job, batch))  # everything above is of the time before the step
         self.facts["rates"].append([float(group["lr"]) for group in job.optimizer.param_groups])
         assert job.last is not None
@@ -259,7 +261,7 @@ class _RankRun:
         def recorded(model: Any, batch: Any) -> Any:
             with Branches() as branches, call_of_the_loss(model):
                 result = workload.loss(model, batch)
-            self.branches += branches.taken
+            self.branches.append(branches.taken)
             if not isinstance(result[0], FakeTensor):  # a capture calls the loss, too, without values
                 self.calls.append((float(result[0].detach()), float(result[1])))
             return result

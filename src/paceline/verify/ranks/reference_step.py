@@ -23,9 +23,9 @@ from torch.utils.data import default_collate
 from paceline.nouns.errors import LossError, WorkloadError
 from paceline.nouns.order import DataOrder
 from paceline.nouns.workload import Workload
+from paceline.train.control_flow_trace import Branches
 from paceline.train.precision import autocast
 from paceline.train.seed import kept_random_state, seed_everything, seed_sample
-from paceline.verify.ranks.control_flow_trace import Branches
 from paceline.verify.ranks.keep_float64 import has_fractions, wide_dtype, widen
 from paceline.verify.ranks.placed_draws import call_of_the_loss
 from paceline.verify.ranks.randomness import controlled, watched
@@ -49,7 +49,7 @@ class ReferenceStep:
     weights: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     modules: list[str] = field(default_factory=list)  # in the order in which they begin
-    branches: list[tuple[str, bool]] = field(default_factory=list)
+    branches: list[list[tuple[str, bool | None]]] = field(default_factory=list)  # of every call of the loss
     rates: list[list[float]] = field(default_factory=list)  # of every group, after each step
     updated: list[str] = field(default_factory=list)  # parameters that the optimizer has
     epsilon: float = 0.0  # one rounding in the narrowest parameter
@@ -155,7 +155,7 @@ def _gradients(
             with watch(model) if number == 0 else _unwatched(model), call_of_the_loss(model):
                 returned = workload.loss(model, batch)
             loss_sum, loss_weight = checked(returned)
-        result.branches += branches.taken
+        result.branches.append(branches.taken)
         if weight is None:
             weight = float(loss_weight)
         # The plain form: hooks and the model's own backward code see the gradient of the whole batch's mean.

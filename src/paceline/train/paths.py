@@ -1,0 +1,118 @@
+"""Say where the path of a model depends on the values of its batch: N ranks then compute other numbers than one does.
+
+`if bool(done.all()): break` in a forward pass looks at all samples of a batch. A rank sees only its own, and stops
+earlier. That can be meant, and may change nothing, so it is a notice: in the first steps each rank counts what every
+line that looks at a tensor's value saw, and where ranks with other samples have other counts, the line is named.
+
+Traffic: two all_gathers of some bytes after the first steps, nothing later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import torch
+
+from paceline.comm.collectives import AxisComm
+from paceline.train.control_flow_trace import Branches
+
+FIRST_STEPS = 3
+
+Counts = dict[str, list[int]]  # how often each line saw True and False, and read a number
+
+
+class Paths:
+    """Compares the paths that ranks with different samples take.
+
+    Args:
+        comm: these ranks.
+        notice: prints a line.
+    """
+
+    def __init__(self, comm: AxisComm, notice: Callable[[str], None]) -> None:
+        self.comm = comm
+        self.notice = notice
+        self.steps = 0  # that were compared
+        self.counts: Counts = {}
+        self.told: set[str] = set()
+        self.watching = ExitStack()  # a loop's models are watched from one step's end to the next
+
+    @property
+    def is_watching(self) -> bool:
+        """True in the first steps; equal on all ranks."""
+        return self.comm.size > 1 and self.steps < FIRST_STEPS
+
+    @contextlib.contextmanager
+    def watched(self, in_models: bool = False) -> Iterator[None]:
+        """Count what the code inside sees.
+
+        Args:
+            in_models: count only what a module looks at while gradients are taken, and not the loop around it.
+        """
+        if not self.is_watching:
+            yield
+            return
+        with Branches(in_models) as branches:
+            try:
+                yield
+            finally:
+                for line, outcome in branches.taken:
+                    counts = self.counts.setdefault(line, [0, 0, 0])
+                    counts[2 if outcome is None else 1 - outcome] += 1
+
+    def watch(self) -> None:
+        """Begin to count what models see, until `end_step` or `stop`."""
+        self.watching.enter_context(self.watched(in_models=True))
+
+    def leave_out(self) -> None:
+        """Watch nothing."""
+        self.stop()
+        self.steps = FIRST_STEPS
+
+    def stop(self) -> None:
+        """Count no longer."""
+        self.watching.close()
+
+    def end_step(self) -> None:
+        """Compare the step's counts, and name lines at which ranks went other ways. Collective, in the first steps."""
+        if not self.is_watching:
+            return
+        self.stop()
+        self.steps += 1
+        text = json.dumps(self.counts).encode()
+        self.counts = {}
+        rows = self.comm.all_gather(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        by_rank: list[Counts] = [json.loads(bytes(row.tolist())) for row in rows]
+        # A rank without any counts has had no samples.
+        ranks = [rank for rank, counts in zip(self.comm.peers, by_rank, strict=True) if counts]
+        seen = [counts for counts in by_rank if counts]
+        for line in dict.fromkeys(line for counts in seen for line in counts):
+            at_line = [counts.get(line, [0, 0, 0]) for counts in seen]
+            other = next((index for index, counts in enumerate(at_line) if counts != at_line[0]), None)
+            if other is not None and line not in self.told:
+                self._tell(line, (ranks[0], at_line[0]), (ranks[other], at_line[other]))
+
+    def _tell(self, line: str, first: tuple[int, list[int]], other: tuple[int, list[int]]) -> None:
+        self.told.add(line)
+        self.notice(
+            f"the path at {line} depends on the values of the batch: on rank {first[0]} it {_described(first[1])}, on "
+            f"rank {other[0]}, which has other samples, it {_described(other[1])}. Unless that changes no result, the "
+            "losses are not those of one process: choose by torch.where or a mask for each sample, or take a fixed "
+            "number of rounds; `paceline verify` tells"
+        )
+
+
+def _described(counts: list[int]) -> str:
+    words = []
+    for count, outcome in zip(counts, ("was True", "was False", "read a number"), strict=True):
+        if count:
+            words.append(f"{outcome} {count} times" if count > 1 else f"{outcome} once")
+    return " and ".join(words) or "was not reached"
+
+
+def has_compiled(model: torch.nn.Module) -> bool:
+    """True if a module is compiled by torch: it does not run line by line."""
+    return any(module._compiled_call_impl is not None or hasattr(module, "_orig_mod") for module in model.modules())
