@@ -6,11 +6,14 @@ import functools
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
 import paceline
-from paceline.checkpoint.load import read_checkpoint
+from paceline.checkpoint.load import read_checkpoint, read_own
+from paceline.checkpoint.manifest import file_name
+from paceline.checkpoint.save import as_stored
 from paceline.comm import api
 from paceline.comm.dtypes import checksum
 from paceline.nouns.errors import PacelineError, PlanError
@@ -188,3 +191,15 @@ def loop_apart(rank):
 
 def test_imaginary_parts_that_come_apart_in_a_loop_are_found():
     assert all("equal on every rank" in text for text in run_ranks(2, loop_apart))
+
+
+def test_a_ranks_own_tensors_keep_their_dtype_wherever_they_begin(tmp_path):
+    values = torch.randn(3, 2, dtype=torch.complex128)
+    tensors = {"own/a": values, "own/b": values[0, 0].clone(), "own/c": values[:0].clone(), "own/odd": torch.ones(3)}
+    for begin in range(3):  # a file's tensors begin at a multiple of 8 bytes, which is not always one of 16
+        content = safetensors.torch.save(*as_stored({**tensors, "own/before": torch.ones(begin, dtype=torch.float64)}))
+        (tmp_path / file_name(0)).write_bytes(content)
+        found = read_own(tmp_path, {"world_size": 1}, 0)
+        for name, value in tensors.items():
+            assert found[name.removeprefix("own/")].dtype == value.dtype
+            assert torch.equal(found[name.removeprefix("own/")], value)
