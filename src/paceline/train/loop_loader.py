@@ -191,6 +191,13 @@ class CutLoader:
             each = min(each, self.limit)
         return (self.passes - self.number) * each - self.batch
 
+    def has_short_batch(self) -> bool:
+        """Return whether the last batch of a pass is known to be shorter than the others."""
+        sampler: Any = self.loader.batch_sampler
+        if isinstance(self.loader.dataset, IterableDataset) or type(sampler) is not BatchSampler or sampler.drop_last:
+            return False
+        return len(sampler.sampler) % sampler.batch_size != 0  # type: ignore[no-any-return]
+
 
 def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
     """Return the random generators that the loader's samplers own."""
