@@ -249,9 +249,11 @@ def take(_, idioms, line, norm=False, count=23, folder=None, stops=None):
             if stops is None:
                 os.environ["PACELINE_RESUME"] = f"{run}/checkpoints"
         loop = Loop(*paceline.prepare(*made(norm, count)), stops and stops[number])
+        told = []
+        loop.job.notice = lambda text, everywhere=False, told=told: told.append(text)
         try:
             idiom(loop)
-            ended.append(end_of(loop, "tensor" in line))
+            ended.append((*end_of(loop, "tensor" in line), told))
         except EOFError:
             ended.append(loop.job.step_number)
         except UsageError as error:
@@ -276,7 +278,7 @@ def score_of(state, norm):
 
 def check(idioms, line, norm=False, count=23):
     for ended in run_ranks(Plan.parse(line).world_size, take, idioms, line, norm, count):
-        for idiom, (_, _, score, state) in zip(idioms, ended, strict=True):
+        for idiom, (_, _, score, state, _) in zip(idioms, ended, strict=True):
             expected = plain(idiom, norm, count)
             for name, tensor in state.items():
                 torch.testing.assert_close(tensor, expected[name], rtol=1e-10, atol=1e-12, msg=f"{idiom} {name}")
@@ -345,3 +347,58 @@ def test_the_advice_for_what_cannot_be_told_is_right():
     check([two_at_once, weighed], "replicate=2")
     check([summed, flattened], "replicate=2", count=20)  # equal batches, as drop_last=True leaves them
     check([summed, flattened], "replicate=1")
+
+
+class Counting:
+    """Accumulates two batches, and the last of a pass, by what `counted` makes of the loader."""
+
+    __name__ = "counting"
+
+    def __init__(self, counted, keeps=False):
+        self.counted, self.keeps = counted, keeps
+
+    def __call__(self, loop):
+        for _ in loop.job.epochs(PASSES):
+            for i, batch in self.counted(loop.loader):
+                loop.add(batch, 0.5)
+                if i % 2 or i + 1 == len(loop.loader):
+                    loop.update()
+
+
+def from_one(loader):
+    for i, batch in enumerate(loader, 1):
+        yield i - 1, batch
+
+
+def enumerated_bar(loader):
+    return enumerate(batch for batch in loader)
+
+
+def own_count(loader):
+    yield from zip(range(len(loader)), loader, strict=False)
+
+
+def stopped_in_a_pass(tmp_path, counted):
+    whole = run_ranks(2, take, [Counting(counted)], "replicate=2")[0][0]
+    assert run_ranks(2, take, [Counting(counted)], "replicate=2", False, 23, tmp_path, [5])[0] == [5]
+    return whole, run_ranks(2, take, [Counting(counted)], "replicate=2", False, 23, tmp_path)[0][0]
+
+
+@pytest.mark.parametrize("counted", [enumerate, from_one], ids=["enumerate", "from 1"])
+def test_enumerate_goes_on_in_a_resumed_pass(tmp_path, counted):
+    whole, again = stopped_in_a_pass(tmp_path, counted)
+    assert whole[0] == 6  # the last update of a pass has as many batches as the others
+    assert again[:3] == whole[:3]
+
+
+def test_enumerate_behind_a_generator_is_refused(tmp_path):
+    _, error = stopped_in_a_pass(tmp_path, enumerated_bar)
+    assert "updates of this pass took 2 batches each" in error.found
+    assert "enumerate(loader)" in error.fix
+    assert error.step is None
+
+
+def test_a_count_of_the_loops_own_gets_a_notice(tmp_path):
+    whole, again = stopped_in_a_pass(tmp_path, own_count)
+    assert not whole[4]
+    assert "a count of the loop's own begins at 0" in again[4][-1]

@@ -1,9 +1,9 @@
 """Have the numbers of `enumerate(loader)` go on where a resumed pass does.
 
 A resumed job leaves out the batches of a pass that were taken before. `enumerate` counts what it is given, from 0: the
-loop would accumulate in other groups, or set another learning rate, than without the interruption. It is handed as many
-empty items before the first batch, which nobody else sees. In CPython `enumerate` asks for the item first, and takes its
-number then, so it may be asked for others meanwhile.
+loop would accumulate in other groups, or set another learning rate, than without the interruption. So `enumerate` is
+handed as many empty items before the first batch, which nobody else sees. In CPython it asks for the item first, and
+takes its number then: it may be asked for others meanwhile.
 """
 
 from __future__ import annotations

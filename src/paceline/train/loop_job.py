@@ -510,7 +510,7 @@ class LoopJob(Job):
         return self.is_updated and len(self.stepped) < len(self.objects.optimizers)
 
     def _begin_call(self, found: Found) -> None:
-        """Begin a model's call in a loop that is ahead of itself: the step before ends, and its samples count or not."""
+        """Begin a model's call in a loop that is ahead of itself: the step before ends; the samples count, or not."""
         if self.is_updated and found.is_fresh:
             self.end_step(goes_on=True)
         if any(taken.part.keeps_pace for taken in [*self.taken.updated, *self.taken.waiting]):
@@ -775,11 +775,17 @@ class LoopJob(Job):
         place = manifest.get("loop")
         if place is None or self.cut is None:
             return
-        self.cut.go_to(place["pass"], place.get("batch", 0))
+        saved, now = manifest.get("batch_size"), self.workload.batch_size
+        batch = self.cut.batch_after(place.get("batch", 0), saved, now)
+        self.cut.go_to(place["pass"], place.get("batch", 0) if batch is None else batch)
         self.taken.clear()
         self.batches_a_step = place.get("batches_a_step", 1)
-        saved, now = manifest.get("batch_size"), self.workload.batch_size
-        if self.cut.batch and saved != now:
+        if saved != now and batch is not None:
+            self.notice(
+                f"{folder.name} was saved with batches of {saved}, the loader's have {now}: pass {self.cut.number} "
+                f"goes on after {batch} of these, with the samples that come next"
+            )
+        elif self.cut.batch and saved != now:
             self.notice(
                 f"{folder.name} was saved with batches of {saved}, the loader's have {now}: pass {self.cut.number} "
                 f"goes on after {self.cut.batch} of them, so samples of it are left out or taken twice"
@@ -909,10 +915,9 @@ class LoopJob(Job):
         if not found.batches or (self.is_updated and found.is_fresh):
             # Without a loader, and in a loop that has taken the next batch before, the backward pass begins a step.
             self.end_step(goes_on=True)
-        if not found.batches:
-            if self.return_to is not None:
-                self.return_to()
-                self.return_to = None
+        if not found.batches and self.return_to is not None:
+            self.return_to()
+            self.return_to = None
         self._begin_step()
         self._follow_groups()
 

@@ -1,8 +1,8 @@
 """Which of the batches that a loop has taken a loss is of.
 
 Most loops train on a batch before they take the next. Others are ahead of themselves: they prefetch, read several
-batches into a list or a queue, or compute one loss of two batches. A loss has the weight of its own batches, so they are
-looked for, as long as a loop is ahead:
+batches into a list or a queue, or compute one loss of two batches. A loss has the weight of its own batches, so these
+are looked for, once a loop is ahead:
 
     a model is called        the batch is that whose memory the arguments have, or views of it; or that from whose loss
                              the arguments come. Else it is guessed by the number of rows. The outputs are marked
@@ -294,7 +294,7 @@ class _After(_Hook):
             return
         for tensor in tensors_in(outputs):
             if tensor.grad_fn is not None:
-                tensor.grad_fn.metadata[_MARK] = found
+                _facts(tensor.grad_fn)[_MARK] = found
 
 
 def _ignored(*arguments: Any) -> None:
@@ -324,7 +324,7 @@ def _marks(tensors: Iterable[torch.Tensor], at: Callable[[torch.Tensor], tuple[T
     seen_nodes = set(nodes)
     found: list[Found] = []
     for node in nodes:  # grows
-        mark = node.metadata.get(_MARK)
+        mark = _facts(node).get(_MARK)
         if mark is not None:
             found.append(mark)
             continue
@@ -336,6 +336,11 @@ def _marks(tensors: Iterable[torch.Tensor], at: Callable[[torch.Tensor], tuple[T
                 seen_nodes.add(after)
                 nodes.append(after)
     return found
+
+
+def _facts(node: Any) -> dict[str, Any]:
+    """Return what may be noted of a node of the graph, as long as it is there."""
+    return node.metadata  # type: ignore[no-any-return]
 
 
 def _saved(node: Any) -> Iterator[torch.Tensor]:
@@ -350,7 +355,7 @@ def _saved(node: Any) -> Iterator[torch.Tensor]:
 
 
 @cache
-def _saved_names(kind: type) -> list[str]:
+def _saved_names(kind: Any) -> list[str]:
     names = [name for name in dir(kind) if name.startswith("_saved_")]
     return [name for name in names if not name.endswith(("_sym_sizes", "_sym_strides"))]
 
