@@ -345,7 +345,7 @@ def _facts(node: Any) -> dict[str, Any]:
 
 def _saved(node: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors that a node of torch's own has saved."""
-    for name in _saved_names(type(node)):
+    for name in _saved_names(node.__class__):
         try:
             value = getattr(node, name)
         except RuntimeError:  # freed by an earlier backward pass
