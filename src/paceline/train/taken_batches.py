@@ -149,14 +149,13 @@ class TakenBatches:
 
     def of_loss(self, loss: torch.Tensor, follows: bool) -> Found:
         """Return the batches of a loss; none where the loop has none."""
-        if self.newest is None and not self.waiting:
-            return Found(())
+        has_batch = self.newest is not None or bool(self.waiting)
         if not self.is_ahead:
-            return Found(tuple(self.waiting[-1:] or self.updated[-1:]))
-        marks = _marks([loss], self._at)
-        if marks:
-            return _joined(marks)
-        return self._guessed(None, follows)
+            return Found(tuple(self.waiting[-1:] or self.updated[-1:]) if has_batch else ())
+        marks = _joined(_marks([loss], self._at))
+        if marks.batches and (has_batch or follows or marks.is_seen):
+            return marks
+        return self._guessed(None, follows) if has_batch or follows else Found(())
 
     def note_trained(self, found: Found) -> None:
         """Note that a loss of these batches was handed to `job.backward`."""
