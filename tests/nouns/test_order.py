@@ -35,6 +35,15 @@ def test_resuming_at_any_batch_gives_the_same_batches():
         assert list(order.batches(batch.start, order.position_after(20))) == whole[number:]
 
 
+@given(sizes, sizes, st.integers(0, 900), st.integers(0, 40))
+def test_batches_are_counted_from_any_position(samples, batch, position, steps):
+    order = DataOrder(3, samples, batch)
+    end = order.position_after(steps, position)
+    assert len(list(order.batches(position, end))) == steps
+    last = (position // samples + 3) * samples
+    assert order.steps_between(position, last) == len(list(order.batches(position, last)))
+
+
 def test_epochs_and_seeds_differ():
     first, second = ([DataOrder(0, 100, 8).index(e * 100 + i) for i in range(100)] for e in (0, 1))
     other = [DataOrder(1, 100, 8).index(i) for i in range(100)]

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import paceline
 from paceline.nouns.errors import LossError
 from paceline.parallel.model_adapter import EagerAdapter
-from paceline.train.additive import check_loss_adds_up
+from paceline.train.additive import check_loss_adds_up, check_loss_is_no_mean
 from paceline.train.data import RankLoader, open_data
 
 from support.unusual import Mixture
@@ -269,8 +269,8 @@ def padded(samples):
     return {"ids": nn.utils.rnn.pad_sequence([sample["ids"] for sample in samples], True)}
 
 
-def try_out(model, loss, notices=None, ranks=2, **parts):
-    """The trial of a job of `ranks` ranks, on one of them."""
+def try_out(model, loss, notices=None, ranks=2, is_whole=False, **parts):
+    """The trial of a job of `ranks` ranks, on one of them; or of one process, whose batches stay whole."""
     torch.manual_seed(0)
     work = paceline.Workload(
         **{
@@ -290,7 +290,10 @@ def try_out(model, loss, notices=None, ranks=2, **parts):
     drawn = torch.get_rng_state()
     loader = RankLoader(open_data("data", work.data), work, 0, ranks, torch.device("cpu"))
     try:
-        check_loss_adds_up(placed, work, loader, (notices if notices is not None else []).append)
+        if is_whole:
+            check_loss_is_no_mean(placed, work, loader)
+        else:
+            check_loss_adds_up(placed, work, loader, (notices if notices is not None else []).append)
     finally:
         after = made.state_dict().values()
         assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True)), "the trial left a trace"
@@ -515,3 +518,34 @@ def test_a_model_too_large_to_copy_is_refused_as_it_is(name, monkeypatch):
     monkeypatch.setattr("paceline.train.additive._COPIED_BYTES", 0)
     with pytest.raises(LossError):
         try_out(*COUPLED[name][:2])
+
+
+def mean_by_number(model, batch):
+    return plain_mean(model, batch)[0], len(batch["ids"])
+
+
+def mean_of_labels_by_samples(model, batch):
+    labels = batch["ids"].masked_fill(batch["ids"] < 12, -100).flatten()
+    return F.cross_entropy(model(batch["ids"]).flatten(0, 1), labels), len(batch["ids"])
+
+
+def scaled_mean_by_tokens(model, batch):
+    return 0.5 * plain_mean(model, batch)[0] + 1, torch.tensor(float(batch["ids"].numel()))
+
+
+@pytest.mark.parametrize("loss", [mean_by_number, mean_of_labels_by_samples, scaled_mean_by_tokens])
+@pytest.mark.parametrize("precision", ["float32", "float64", "bf16"])
+def test_a_mean_with_a_number_is_refused_in_one_process(loss, precision):
+    with pytest.raises(LossError, match="it returns a mean") as caught:
+        try_out(Net, loss, ranks=1, is_whole=True, precision=precision)
+    assert "multiply the mean by the weight" in caught.value.fix
+
+
+@pytest.mark.parametrize("name", [*ADDITIVE, *COUPLED])
+def test_one_process_takes_what_may_be_meant(name):
+    """Also what couples samples: only a mean by a number is certainly wrong there."""
+    try_out(*{**ADDITIVE, **COUPLED}[name][:2], ranks=1, is_whole=True)
+
+
+def test_a_mean_of_one_sample_is_taken():
+    try_out(Net, mean_by_number, ranks=1, is_whole=True, batch_size=1)

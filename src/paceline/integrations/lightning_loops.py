@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,7 +72,7 @@ class FitLoop:
             self.log.clear()
             trainer.call("on_train_epoch_start")
         is_checked = False
-        for index, batch in enumerate(self.loader, begin):
+        for index, batch in zip(count(begin), self.loader, strict=False):
             is_last = index + 1 == trainer.num_training_batches
             goes_on = self._run_batch(batch, index, is_last)
             is_checked = goes_on and trainer.is_validation_due(index, is_last)

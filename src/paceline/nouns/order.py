@@ -63,11 +63,23 @@ class DataOrder:
             yield batch
             position = batch.stop
 
-    def position_after(self, steps: int) -> int:
-        """Return the position after `steps` steps from the start."""
-        per_epoch = -(-self.samples // self.batch_size)
-        epochs, rest = divmod(steps, per_epoch)
-        return epochs * self.samples + min(rest * self.batch_size, self.samples)
+    def position_after(self, steps: int, position: int = 0) -> int:
+        """Return the position after `steps` more batches from a position on."""
+        end_of_epoch = (position // self.samples + 1) * self.samples
+        rest = self.steps_between(position, end_of_epoch)
+        if steps < rest:
+            return position + steps * self.batch_size
+        epochs, steps = divmod(steps - rest, self.steps_between(0, self.samples))
+        return end_of_epoch + epochs * self.samples + min(steps * self.batch_size, self.samples)
+
+    def steps_between(self, position: int, end: int) -> int:
+        """Return how many batches there are from a position up to the end of an epoch."""
+        if position >= end:
+            return 0
+        rest = self.samples - position % self.samples
+        epochs = (end - position - rest) // self.samples
+        # Rounded up: the last batch of an epoch may be short.
+        return -(-rest // self.batch_size) + epochs * -(-self.samples // self.batch_size)
 
 
 def share(batch: range, part: int, parts: int) -> range:

@@ -168,6 +168,48 @@ def check_loss_adds_up(placed: ModelAdapter, workload: Workload, loader: RankLoa
         notice("it could not be checked that the loss is a sum over samples: the trial failed, or was not finite")
 
 
+def check_loss_is_no_mean(placed: EagerAdapter, workload: Workload, loader: RankLoader) -> None:
+    """Raise LossError if a loss is certainly a mean, with the number of samples as its weight.
+
+    For a job whose batches nothing splits: there samples may meet in the loss, and whatever else it is stays unsaid.
+    A mean does not change where each sample comes twice, and its weight doubles: it would be divided by it twice.
+
+    Args:
+        placed: the model.
+        workload: the loss.
+        loader: has the samples.
+    """
+    model = _model_to_copy(placed, workload, loader.device)
+    if not loader.samples or model is None:  # a stream would have to be read twice
+        return
+    try:
+        with kept_random_state(), Bystanders(placed.model) as bystanders:
+            trial = loader.doubled()
+            if trial is None:
+                return
+            defer_compiler_import()
+            make = _CopyFactory(model, getattr(placed, "shared", None), bystanders)
+            twice, once = _evaluate_all(make, workload.loss, _moved_all(trial.batches[:2], loader.device, make.mode))
+    except Exception:  # the first step shows what does not run
+        return
+    if not once.total or not once.is_finite or _is_apart_from(once.weight, twice.weight / 2, twice.rounding[1]):
+        return
+    if _is_apart_from(once.total, twice.total, max(once.rounding[0], twice.rounding[0])):
+        return
+    if _differing_gradient([once, twice], make.mode, _NO_SLACK) is None:
+        count = trial.sizes[0]
+        raise LossError(
+            "the loss should return the sum over its samples, and their number",
+            f"it returns a mean: {once.total:.7g} with the weight {once.weight:.7g} for {count} samples, and "
+            f"{twice.total:.7g} with {twice.weight:.7g} where each comes twice. Gradients would be divided twice",
+            "multiply the mean by the weight that you return: `return mean * len(labels), len(labels)`",
+        )
+
+
+def _is_apart_from(one: float, other: float, rounding: float) -> bool:
+    return _are_apart(one, [other], max(_MODES[0].value_tolerance, rounding))
+
+
 def _is_tried(
     placed: ModelAdapter, workload: Workload, loader: RankLoader, trials: Sequence[Trial], notice: Notice
 ) -> bool:

@@ -83,6 +83,10 @@ class CollectiveSteps:
         """Yield this rank's part of every global batch from here to the last step."""
         yield from self.job.loader.training(self.job.position, self.job.end)
 
+    def length(self, manifest: dict[str, Any]) -> tuple[int, int]:
+        """Return the steps of the training, and the position after the last, from a checkpoint on."""
+        return self.job.loader.length(self.job.step_number, self.job.position)
+
     def begin_step(self) -> None:
         """Raise PlanError if the optimizer can't update what it was given since the last step."""
         self.job.assembly.check_later_parameters()

@@ -146,14 +146,20 @@ class RankLoader:
     def go_to(self, manifest: dict[str, Any]) -> None:
         """Go to the place of a checkpoint, beside the position."""
 
-    def length(self) -> tuple[int, int]:
-        """Return the optimizer steps of the training, 0 if unknown, and the position after the last."""
+    def length(self, step: int = 0, position: int = 0) -> tuple[int, int]:
+        """Return the optimizer steps of the training, 0 if unknown, and the position after the last.
+
+        Args:
+            step: that were taken, perhaps with batches of another size.
+            position: after them.
+        """
         if not len(self.data):
             return self.workload.steps or 0, 0  # the loop makes the batches
         order = self.order(self.workload.batch_size)
-        steps_per_epoch = -(-order.samples // order.batch_size)  # rounded up: the last batch may be short
-        steps = self.workload.steps or self.workload.epochs * steps_per_epoch
-        return steps, order.position_after(steps)
+        if self.workload.steps:
+            return self.workload.steps, order.position_after(max(0, self.workload.steps - step), position)
+        end = self.workload.epochs * order.samples
+        return step + order.steps_between(position, end), end
 
     def first_sample(self) -> Any:
         """Return the sample at position 0, which should be the same on every rank."""
@@ -185,6 +191,15 @@ class RankLoader:
                 if trial is not None:
                     trials.append(trial)
         return trials or None
+
+    def doubled(self) -> Trial | None:
+        """Return some samples of the first batch, of which each comes twice, in two parts; None where that can't be."""
+        count = min(len(self.data), self.workload.batch_size, max(_TRIED))
+        if count < 2:
+            return None
+        data = _Positioned(self.data, self.order(self.workload.batch_size))
+        samples = [data[position] for position in range(count)]
+        return self._trial([*samples, *samples], (count, count))
 
     def _smallest_piece(self, batch: range) -> int:
         """Return the samples of the smallest micro-batch that any part has of a global batch."""

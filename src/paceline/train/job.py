@@ -59,7 +59,7 @@ from paceline.train.replicas import Replicas, Shared, numbers_of_groups
 from paceline.train.seed import random_state, restore_random_state, seed_everything
 from paceline.train.servers import ServerSteps
 from paceline.train.step import train_step
-from paceline.train.step_board import StepBoard
+from paceline.train.step_board import CLOSE, StepBoard
 from paceline.train.step_profiler import StepProfiler
 from paceline.train.times_file import TimesFile
 
@@ -191,6 +191,7 @@ class Job:
     first_step: FirstStep
     best: Best | None = None  # of `save_best`
     closed_step: int | None
+    has_taken: bool = False  # the loop has taken batches of the job
 
     def __init__(self, workload: Workload, plan: Plan, clock: Clock | None = None) -> None:
         api.check_own_process()
@@ -293,6 +294,7 @@ class Job:
             raise no_data()
         self.model.train()
         for batch in timed_data(self.steps.batches()):
+            self.has_taken = True
             yield batch
             self._finish_step()
 
@@ -708,6 +710,7 @@ class Job:
         self.step_number = manifest["step"]
         self.position = manifest["position"]
         self.loader.go_to(manifest)
+        self._go_on_with(manifest)
         last_checkpoint.go_back(self, folder)
         self.first_step.end()
         self.first_step = FirstStep()
@@ -715,6 +718,20 @@ class Job:
         self.events.write(
             {"event": "resumed", "step": self.step_number, "position": self.position, "path": url or str(folder)}
         )
+
+    def _go_on_with(self, manifest: dict[str, Any]) -> None:
+        """Find the end of the training from the checkpoint's place on: `steps` counts those of any batch size."""
+        if not self.loader.samples or self.has_own_batches:
+            return
+        before, (self.total_steps, self.end) = self.total_steps, self.steps.length(manifest)
+        if self.total_steps != before:
+            self.events.write({"event": "own_batches", "total_steps": self.total_steps})
+        saved, now = manifest.get("batch_size", self.workload.batch_size), self.workload.batch_size
+        if saved != now:
+            self.notice(
+                f"step {self.step_number} was saved with batch_size={saved}, the workload has {now}: the job goes on "
+                f"after sample {self.position}, to step {self.total_steps or 'the last'}"
+            )
 
     def restore_own_state(self, folder: Path, manifest: dict[str, Any]) -> None:
         """Restore what belongs to this rank alone, if the checkpoint is of the same mesh: random states, compression.
@@ -985,7 +1002,8 @@ class Job:
         self.first_step.poll(self, waits=True)
         self.finish_save()
         if save and self.run_dir is not None:
-            self.board.meet("job.close, or the end of the file", self.step_number)
+            self._check_has_trained()
+            self.board.meet(CLOSE, self.step_number)
             last_checkpoint.save_last_step(self)
             finish_copies(self)
         else:
@@ -1004,6 +1022,26 @@ class Job:
 
     def _settle(self) -> None:
         """Do nothing: a step has ended when `step` returns."""
+
+    def _check_has_trained(self) -> None:
+        """Raise UsageError if the file has taken no step, and has neither gone on with a job nor done anything else."""
+        is_apart = self.plan.strategy == "servers"  # the other workers may have taken all
+        if self.last is not None or is_apart or self._is_asked_to_stop():
+            return
+        found = "the file ended, and its loop was not entered"
+        if self.has_taken or self.board.begun:
+            found = "the loop took batches, and trained on none"
+            if self.board.begun:
+                found = "job.backward was called, and no optimizer stepped"
+        elif self.board.has_met:  # it evaluates, say
+            return
+        # A resumed loop may find that nothing is left once it has taken a batch.
+        if not self.loaded_step or self.board.begun:
+            raise UsageError(
+                "the job should train: its file made it, and has ended",
+                f"0 steps were taken: {found}",
+                "call job.step(batch) for every batch; in a loop of your own optimizer.step() after job.backward(loss)",
+            ).at(rank=self.rank)
 
     def _check_may_step(self) -> None:
         api.check_own_process()

@@ -18,6 +18,7 @@ import copy
 import dataclasses
 import math
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -48,6 +49,7 @@ from paceline.parallel.replicate.strategy import broadcast_state
 from paceline.train import prepare as preparing
 from paceline.train.assemble import Assembly
 from paceline.train.copy_weights import copy_weights
+from paceline.train.count_on import Counted
 from paceline.train.data import RankLoader
 from paceline.train.data_workers import AtHand
 from paceline.train.device_batches import on_device
@@ -58,6 +60,7 @@ from paceline.train.loop_objects import LoopObjects, check_parameters, sort_obje
 from paceline.train.loop_scaler import LoopScaler, factor_of
 from paceline.train.parallelize import Fake
 from paceline.train.step import finite_norm
+from paceline.train.taken_batches import BatchMarks, Found, TakenBatches
 
 _OTHER_BATCHES = (
     "every rank should take its part of the same batch",
@@ -225,9 +228,10 @@ class LoopJob(Job):
         self.is_scaled = False  # a GradScaler has scaled a loss of this step
         self.is_skipped = False  # gradients have overflown in this step
         self.norm: float | None = None
-        self.part: Part | None = None  # the batch that the loop has
-        self.samples = 0  # of the batches of this step
-        self.batches_seen = 0
+        self.taken = TakenBatches()
+        self.marks: BatchMarks | None = None  # of a loop that is ahead of itself
+        self.samples = 0  # of the batches of this step, once there is an update
+        self.batches_a_step = 1  # at most, in this pass
         self.opened_at_step = 0  # when the loop began its newest pass
         self.to_float64 = False  # verify widens what the loader gives
         self.return_to: Callable[[], None] | None = None
@@ -406,6 +410,16 @@ class LoopJob(Job):
         finally:
             cut.epoch = None
 
+    @property
+    def part(self) -> Part | None:
+        """Return the batch that the loop has taken last; None at the end of a pass."""
+        return None if self.taken.newest is None else self.taken.newest.part
+
+    @property
+    def batches_seen(self) -> int:
+        """Return how many batches the loop has taken since those of the last update."""
+        return len(self.taken.waiting)
+
     def _forget_look(self) -> None:
         """Go back to the beginning of a pass of which the loop has only looked at batches: `next(iter(loader))`."""
         cut = self.cut
@@ -413,7 +427,7 @@ class LoopJob(Job):
             return
         cut.go_to(*cut.opened_at)
         self.take(None)
-        self.samples = self.batches_seen = 0
+        self.taken.clear()
         self.return_to = self.returned_to
 
     def batches_of(self, loader: Any) -> LoopLoader:
@@ -455,20 +469,66 @@ class LoopJob(Job):
         _check_loss(loss)
         _check_share(share)
         factor = factor_of(loss)
-        self._begin_piece()
+        found = self.taken.of_loss(loss, self._may_follow())
+        self._begin_piece(found)
         self.is_scaled |= factor is not None
         if share != 1:
             one = torch.ones((), dtype=torch.float64, device=loss.device)
             factor = share * (one if factor is None else factor)
         if self.cut is not None:
             self.cut.is_idle = False
-        part = self.part
-        whole_weight = part.of if weight is None and part is not None else None
-        weight = self._samples_here() if weight is None else _checked_weight(weight)
-        keeps_pace = part is not None and part.keeps_pace
-        piece = Piece(BACKWARD, 0, 0 if part is None else part.check, _OTHER_BATCHES)
+        with self._located():
+            self._check_told(found, weight)
+            own = self._weighted(loss, found, weight, factor)
+        self.taken.note_trained(found)
+        keeps_pace = bool(found.batches) and all(taken.part.keeps_pace for taken in found.batches)
+        piece = Piece(BACKWARD, 0, found.check, _OTHER_BATCHES)
         with self._located(), Timed(BACKWARD_TIME):
-            self.parallel.backward(OwnLoss(loss, weight, factor, whole_weight), piece, keeps_pace, retain_graph)
+            self.parallel.backward(own, piece, keeps_pace, retain_graph)
+
+    def _weighted(self, loss: torch.Tensor, found: Found, weight: Any, factor: torch.Tensor | None) -> OwnLoss:
+        """Return the loss with its weight: that of its batches where the loop has handed in none."""
+        if weight is not None:
+            return OwnLoss(loss, _checked_weight(weight), factor)
+        if not found.batches:
+            raise self._no_weight()
+        if found.is_one:
+            return OwnLoss(loss, sum(taken.part.samples for taken in found.batches), factor)
+        part = found.batches[0].part
+        return OwnLoss(loss, part.samples, factor, part.of if found.is_seen or self.taken.has_one_size else None)
+
+    def _check_told(self, found: Found, weight: Any) -> None:
+        """Raise UsageError where ranks have different shares of the batches that the loss may be of."""
+        assert self.cut is not None or not found.batches
+        if self.cut is None or not self.taken.is_ahead or not found.batches or self.data_size == 1:
+            return
+        keeps_pace = {taken.part.keeps_pace for taken in found.batches}
+        if weight is not None and (len(keeps_pace) == 1 or not found.is_one):
+            return
+        has_one_size = self.taken.has_one_size and not self.cut.has_short_batch()
+        if has_one_size or (found.is_told and len(keeps_pace) == 1 and (found.is_one or len(found.batches) == 1)):
+            return
+        raise UsageError(
+            "a loss should have the weight of its batch",
+            "the loop has taken several batches, which are not equally large, and it can't be told of which the loss is"
+            if len(found.batches) == 1
+            else "the loss is of several batches, which are not equally large",
+            "call job.backward(loss, weight=len(inputs)) for each batch's own loss, with the number of its samples on "
+            "this rank, or write drop_last=True in the loader; for one mean over two batches the weight is "
+            "len(first) + len(second)",
+        )
+
+    def _may_follow(self) -> bool:
+        """Return whether a loss may be of the step whose update was made: that of another optimizer."""
+        return self.is_updated and len(self.stepped) < len(self.objects.optimizers)
+
+    def _begin_call(self, found: Found) -> None:
+        """Begin a model's call in a loop that is ahead of itself: the step before ends; the samples count, or not."""
+        if self.is_updated and found.is_fresh:
+            self.end_step(goes_on=True)
+        if any(taken.part.keeps_pace for taken in [*self.taken.updated, *self.taken.waiting]):
+            counts = not found.batches or not all(taken.part.keeps_pace for taken in found.batches)
+            self.parallel.counts_samples(counts)
 
     def clip(self, max_norm: float, optimizer: torch.optim.Optimizer | None = None) -> float:
         """Scale gradients so that their norm is at most `max_norm`; call it between `backward` and the update.
@@ -729,10 +789,17 @@ class LoopJob(Job):
         place = manifest.get("loop")
         if place is None or self.cut is None:
             return
-        self.cut.go_to(place["pass"], place.get("batch", 0))
-        self.samples = self.batches_seen = 0
         saved, now = manifest.get("batch_size"), self.workload.batch_size
-        if self.cut.batch and saved != now:
+        batch = self.cut.batch_after(place.get("batch", 0), saved, now)
+        self.cut.go_to(place["pass"], place.get("batch", 0) if batch is None else batch)
+        self.taken.clear()
+        self.batches_a_step = place.get("batches_a_step", 1)
+        if saved != now and batch is not None:
+            self.notice(
+                f"{folder.name} was saved with batches of {saved}, the loader's have {now}: pass {self.cut.number} "
+                f"goes on after {batch} of these, with the samples that come next"
+            )
+        elif self.cut.batch and saved != now:
             self.notice(
                 f"{folder.name} was saved with batches of {saved}, the loader's have {now}: pass {self.cut.number} "
                 f"goes on after {self.cut.batch} of them, so samples of it are left out or taken twice"
@@ -756,19 +823,31 @@ class LoopJob(Job):
         if self.cut is None:
             return {}
         # Gradients are not saved: batches without an update are to be taken again, those of this pass at least.
-        return {"loop": {"pass": self.cut.number, "batch": max(self.cut.batch - self.batches_seen, 0)}}
+        number, batch = self.taken.place((self.cut.number, self.cut.batch), self.cut.passes is not None)
+        groups = {"batches_a_step": self.batches_a_step} if self.batches_a_step > 1 else {}
+        return {"loop": {"pass": number, "batch": batch, **groups}}
 
-    def take(self, part: Part | None) -> None:
-        """Note the batch that the loop gets; None: it has none."""
-        self.part = part
+    def take(self, part: Part | None, batch: Any = None) -> None:
+        """Note the batch that the loop gets, as it is on the device; None: it has none."""
         self.parallel.counts_samples(part is None or not part.keeps_pace)
         if part is None:
-            return
+            self.taken.end_pass()
+            self.batches_a_step = 1
+        else:
+            assert self.cut is not None
+            self.has_taken = True
+            self._return()
+            self.taken.take(part, (self.cut.number, self.cut.batch - 1), batch)
+        if self.taken.is_ahead and self.marks is None:
+            self.marks = BatchMarks(self.taken, self._may_follow, self._begin_call)
+            for model in self.objects.prefixed().values():
+                self.marks.watch(model)
+
+    def _return(self) -> None:
+        """Be as the checkpoint was, at the place to which the job has gone back."""
         if self.return_to is not None:
             self.return_to()
             self.returned_to, self.return_to = self.return_to, None
-        self.samples += part.of
-        self.batches_seen += 1
 
     def end_step(self, goes_on: bool = False) -> None:
         """End the step if an optimizer has updated in it: make buffers equal, save what is due. Collective.
@@ -819,7 +898,7 @@ class LoopJob(Job):
         self.is_scaled = self.is_skipped = False
         self.usual_updates = len(self.stepped)
         self.stepped.clear()
-        self.samples = self.batches_seen = 0
+        self.taken.end_step()
         if self.parallel.observers.observers:
             self.parallel.observers.parameters_updated(self.parallel.named(), self.optimizer)
         if self.paths.is_watching:
@@ -843,18 +922,20 @@ class LoopJob(Job):
     def _tell_length(self) -> None:
         """Say after the first step how many there will be, if each takes as many batches."""
         batches = None if self.cut is None else self.cut.batches_left()
+        taken = self.taken
         # A step may have taken none: the loop counts passes, and makes its batches itself.
-        if self.step_number == self.loaded_step + 1 and batches is not None and self.batches_seen:
-            self.total_steps = self.step_number + batches // self.batches_seen
+        if self.step_number == self.loaded_step + 1 and batches is not None and taken.updated:
+            self.total_steps = self.step_number + (batches + len(taken.waiting)) // len(taken.updated)
             self.events.write({"event": "own_batches", "total_steps": self.total_steps})
 
-    def _begin_piece(self) -> None:
+    def _begin_piece(self, found: Found) -> None:
         self._check_may_step()
-        if self.cut is None or self.part is None:
-            self.end_step(goes_on=True)  # without a loader the next backward pass begins a step
-            if self.return_to is not None:
-                self.return_to()
-                self.return_to = None
+        if not found.batches or (self.is_updated and found.is_fresh):
+            # Without a loader, and in a loop that has taken the next batch before, the backward pass begins a step.
+            self.end_step(goes_on=True)
+        if not found.batches and self.return_to is not None:
+            self.return_to()
+            self.return_to = None
         self._begin_step()
         self._follow_groups()
         self.parallel.follow_hooks(self.objects.optimizers)
@@ -886,17 +967,15 @@ class LoopJob(Job):
         with self._located():
             self.parallel.reduce(Piece(REDUCE, target), self._is_asked_to_stop())
 
-    def _samples_here(self) -> int:
-        if self.part is None:
-            reason = "the loop has no batch of the loader just now"
-            if self.cut is None:
-                reason = "paceline.prepare was handed no loader"
-            raise UsageError(
-                "job.backward needs to know over how many samples the loss is a mean",
-                reason,
-                "write job.backward(loss, weight=len(batch)), with the number of this rank's samples",
-            )
-        return self.part.samples
+    def _no_weight(self) -> UsageError:
+        reason = "the loop has no batch of the loader just now"
+        if self.cut is None:
+            reason = "paceline.prepare was handed no loader"
+        return UsageError(
+            "job.backward needs to know over how many samples the loss is a mean",
+            reason,
+            "write job.backward(loss, weight=len(batch)), with the number of this rank's samples",
+        )
 
     def _target(self, optimizer: torch.optim.Optimizer | None) -> int:
         if optimizer is None:
@@ -957,6 +1036,8 @@ class LoopJob(Job):
         self.is_updated = True
         self.is_stepping = False
         self.step_number += 1
+        self.samples = self.taken.note_update()
+        self.batches_a_step = max(self.batches_a_step, len(self.taken.updated))
         self.position += self.samples
 
     @contextmanager
@@ -986,7 +1067,28 @@ class LoopLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's part of each batch of the next pass; of the pass in which a resumed job is, the rest."""
-        self.job.end_step()
+        return Counted(self._batches(), lambda: self.cut.opened_at[1], self._tell_count)
+
+    def _tell_count(self, counter: str) -> None:
+        """Say, or refuse, that the loop counts the batches of a pass from the place at which it goes on."""
+        job = self.job
+        number, left_out = self.cut.opened_at
+        groups = f"updates of this pass took {job.batches_a_step} batches each" if job.batches_a_step > 1 else ""
+        found = f"the job goes on after batch {left_out} of pass {number}, and a count of the loop's own begins at 0"
+        fix = "write `for i, batch in enumerate(loader)`, which goes on there, and a progress bar around it"
+        if counter and groups:
+            raise UsageError(
+                "a resumed loop should accumulate the batches that it would have without an interruption",
+                f"{found}, that of `enumerate` around a generator; {groups}",
+                fix,
+            ).at(rank=job.rank)
+        if counter or (groups and not job.kept.kept):
+            job.notice(f"{found}{'; ' * bool(groups)}{groups}: {fix}, or keep the count by job.keep")
+
+    def _batches(self) -> Iterator[Any]:
+        is_own = threading.get_ident() == self.job.taken.thread  # another thread leaves the step to the loop's
+        if is_own:
+            self.job.end_step()
         self._check_is_one_pass()
         self.cut.check_trained()
         if not self.cut.begin_pass():
@@ -1004,13 +1106,17 @@ class LoopLoader:
         at_hand = AtHand()
         parts = load_pass(self.cut.loader, place, self.cut.batch, self.cut.limit, at_hand)
         loaded = ((part, part.batch) for part in parts)
-        for part, batch in timed_data(on_device(loaded, self.job.device, self.job.to_float64, at_hand)):
-            # Whatever the loop does with a batch, the step ends here.
-            self.job.end_step(goes_on=True)
+        arrived = on_device(loaded, self.job.device, self.job.to_float64, at_hand)
+        for part, batch in timed_data(arrived) if is_own else arrived:
+            # Whatever the loop does with a batch, the step ends here, unless it is one that the loop takes ahead.
+            if is_own:
+                self.job.end_step(goes_on=True)
             self.cut.note_batch()
-            self.job.take(part)
-            TIMES.switch(FORWARD)
-            yield batch.take()
+            given = [batch.take()]
+            self.job.take(part, given[0])
+            if is_own:
+                TIMES.switch(FORWARD)
+            yield given.pop()  # who has it is then the only one who holds it
             if self.cut.jumps != jumps:
                 raise UsageError(
                     "the loop should go over its loader in one place at a time",
@@ -1019,7 +1125,8 @@ class LoopLoader:
                 ).at(rank=self.job.rank)
         self.cut.end_pass()
         self.job.take(None)
-        TIMES.switch(OTHER)
+        if is_own:
+            TIMES.switch(OTHER)
 
     def _check_is_one_pass(self) -> None:
         if self.cut.epoch is None or self.cut.epoch == self.cut.number:

@@ -191,6 +191,20 @@ class CutLoader:
             each = min(each, self.limit)
         return (self.passes - self.number) * each - self.batch
 
+    def batch_after(self, batch: int, saved: int | None, now: int | None) -> int | None:
+        """Return how many batches of `now` samples are those of a pass's first `batch` of `saved`; None if none are."""
+        if not saved or not now or type(self.loader.batch_sampler) is not BatchSampler or batch * saved % now:
+            return None
+        return batch * saved // now
+
+    def has_short_batch(self) -> bool:
+        """Return whether the last batch of a pass is known to be shorter than the others."""
+        sampler: Any = self.loader.batch_sampler
+        if isinstance(self.loader.dataset, IterableDataset) or type(sampler) is not BatchSampler or sampler.drop_last:
+            return False
+        samples: Any = sampler.sampler
+        return hasattr(samples, "__len__") and len(samples) % sampler.batch_size != 0
+
 
 def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
     """Return the random generators that the loader's samplers own."""

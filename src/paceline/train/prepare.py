@@ -22,10 +22,10 @@ from paceline.nouns.reading import read_text
 from paceline.nouns.shard_spec import ShardSpec
 from paceline.nouns.workload import Workload
 from paceline.parallel.apply import strategy_of
-from paceline.parallel.model_adapter import ModelAdapter
+from paceline.parallel.model_adapter import EagerAdapter, ModelAdapter
 from paceline.parallel.optimizer_list import OptimizerList, as_one, check_shared_out
 from paceline.parallel.optimizer_parts import parts_of
-from paceline.train.additive import check_loss_adds_up
+from paceline.train.additive import check_loss_adds_up, check_loss_is_no_mean
 from paceline.train.agree import check_same_model_everywhere
 from paceline.train.compiler_import import defer_compiler_import
 from paceline.train.composite_optimizer import check_parts
@@ -287,13 +287,16 @@ def check_may_cut(
     Raises:
         PlanError: the plan has the pipeline cut batches, and the model writes into its buffers once per piece, or its
             batch norms take the statistics of one.
-        LossError: batches are to be cut and the loss is no sum over samples, batch norm apart.
+        LossError: batches are to be cut and the loss is no sum over samples, batch norm apart; or nothing cuts them
+            and it is a mean, with the number of samples as its weight.
     """
     if loader.pieces_wanted > 1:
         _check_pieces_may_meet(placed, workload, loader.pieces_wanted)
     # Where no batch is split, the loss may be anything.
     if mesh.data_size > 1 or workload.micro_batch_size is not None or loader.pieces_wanted > 1:
         check_loss_adds_up(placed, workload, loader, notice)
+    elif mesh.world_size == 1 and isinstance(placed, EagerAdapter):
+        check_loss_is_no_mean(placed, workload, loader)
 
 
 def _check_pieces_may_meet(placed: ModelAdapter, workload: Workload, pieces: int) -> None:

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
-from paceline.nouns.errors import UsageError
+from paceline.nouns.errors import CheckpointError, UsageError
 from paceline.nouns.record import StepRecord
 from paceline.train.collective_steps import CollectiveSteps
 from paceline.train.data import Batch
@@ -114,6 +114,21 @@ class ServerSteps(CollectiveSteps):
                 if job.position > batch.positions.stop:
                     is_behind = True  # others went on without this worker
                     break
+
+    def length(self, manifest: dict[str, Any]) -> tuple[int, int]:
+        """Return the steps of the training, and the position after the last: a worker's position follows from its step.
+
+        Raises:
+            CheckpointError: the steps of the checkpoint had batches of another size.
+        """
+        saved, now = manifest.get("batch_size"), self.job.workload.batch_size
+        if self.job.step_number and saved not in (None, now):
+            raise CheckpointError(
+                "under parameter servers every step should have batches of one size",
+                f"the checkpoint was saved with batch_size={saved}, and the workload has {now}",
+                f"resume with batch_size={saved}, or train by replicate or shard",
+            )
+        return self.job.loader.length()
 
     def begin_step(self) -> None:
         """Seed the step's random numbers: a worker that takes a lost one's place draws what that would have drawn."""

@@ -16,8 +16,9 @@ from pathlib import Path
 from paceline.comm.process_group import RankInfo
 from paceline.nouns.errors import CollectiveError
 
+CLOSE = "job.close, or the end of the file"
 CALLS = (
-    "job.close, or the end of the file",
+    CLOSE,
     "job.save",
     "job.load",
     "job.evaluate",
@@ -51,6 +52,7 @@ class StepBoard:
         self.collectives = 0  # that a loop of one's own has begun in its steps
         self.calls = 0  # of `meet`
         self.call = 0  # the index in CALLS of the last one
+        self.has_met = False  # at a call of the file's, before the end
         self.memory: mmap.mmap | None = None
         if place.size > 1 and place.rendezvous is not None and place.size == place.local_size:
             self.path = Path(f"{place.rendezvous}.steps-{_boards}")
@@ -77,6 +79,7 @@ class StepBoard:
         Raises:
             CollectiveError: another rank is in a later step, or in another call.
         """
+        self.has_met |= call != CLOSE
         if self.memory is None:
             return
         self.calls += 1

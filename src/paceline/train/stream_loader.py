@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from paceline.nouns.errors import WorkloadError
+from paceline.nouns.errors import CheckpointError, WorkloadError
 from paceline.nouns.order import DataOrder
 from paceline.nouns.workload import Workload
 from paceline.train.data import EVALUATION, Batch, RankLoader, collate_of, cut_part
@@ -112,7 +112,7 @@ class StreamLoader(RankLoader):
             return ""
         return "the data is a stream: its end shows how many steps an epoch has, so no total and no time left is shown"
 
-    def length(self) -> tuple[int, int]:
+    def length(self, step: int = 0, position: int = 0) -> tuple[int, int]:
         """Return the steps that the workload asks for, 0 if the stream's end decides; the position is not known."""
         return self.workload.steps or 0, 0
 
@@ -155,8 +155,21 @@ class StreamLoader(RankLoader):
         return {KEY: dataclasses.asdict(self.progress.place)}
 
     def go_to(self, manifest: dict[str, Any]) -> None:
-        """Go to the place of a checkpoint; to the beginning where it has none."""
-        self.progress.place = StreamPlace(**(manifest.get(KEY) or {}))
+        """Go to the place of a checkpoint; to the beginning where it has none.
+
+        Raises:
+            CheckpointError: it is in the middle of an epoch, counted in batches of another size.
+        """
+        place = StreamPlace(**(manifest.get(KEY) or {}))
+        saved = manifest.get("batch_size", self.workload.batch_size)
+        if place.batch and saved != self.workload.batch_size:
+            raise CheckpointError(
+                "a stream should go on at the samples that come next",
+                f"the checkpoint is after {place.batch} batches of {saved} in an epoch, and the workload's batch_size "
+                f"is {self.workload.batch_size}",
+                f"resume with batch_size={saved}, or from a checkpoint at the end of an epoch",
+            )
+        self.progress.place = place
 
     def _epoch(self, place: StreamPlace, position: int) -> Iterator[Batch]:
         """Yield the batches of an epoch that come after a place."""

@@ -40,7 +40,14 @@ class JobEnd:
             return f"stopped{reason}; {self._saved_part()}"
         if self.ending.status == "failed":
             return "the ranks had to be killed: they did not end by themselves"
-        return f"done; {self.run_dir}"
+        return f"done{self._before()}; {self.run_dir}"
+
+    def _before(self) -> str:
+        """Return when the steps of a job were taken that has taken none now."""
+        if self.progress.last is not None or not self.progress.started:
+            return ""
+        before = max(self.progress.loaded, default=0)
+        return f" before: no step was left after step {before}" if before else ", 0 steps were taken"
 
     def _restarts(self) -> str:
         number = self.progress.restarts
