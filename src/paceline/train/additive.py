@@ -480,7 +480,7 @@ def _make_still(module: nn.Module, like: torch.Tensor) -> None:
             module.running_mean = like.new_zeros(module.num_features)
             module.running_var = like.new_ones(module.num_features)
         # In both modes: a loss may switch between them, as for pseudo labels.
-        module.forward = functools.partial(_norm_by_fixed_statistics, module)  # type: ignore[method-assign]
+        module.__dict__["forward"] = functools.partial(_norm_by_fixed_statistics, module)
 
 
 def _norm_by_fixed_statistics(module: nn.modules.batchnorm._BatchNorm, images: torch.Tensor) -> torch.Tensor:
