@@ -128,9 +128,10 @@ def _watch(subject, plan, mutant, folder):
     for rank in range(plan.world_size):
         facts = json.loads((folder / f"watched-{rank}.json").read_text())
         parts.setdefault(facts["data_part"], facts["pieces"])
+        weight = facts["weights"][0]
     mesh = Mesh.parse(plan.mesh)
     is_graph = bool(mesh.used(GRAPH_AXES))
-    answer = {part: replay.replay(make(subject), rows, parts, is_graph) for part, rows in parts.items()}
+    answer = {part: replay.replay(make(subject), rows, parts, is_graph, weight) for part, rows in parts.items()}
     (folder / "replay.json").write_text(json.dumps(answer))
     return _Done()
 

@@ -100,7 +100,7 @@ def hooks_of(parameter: torch.Tensor) -> list[Any]:
     """Return the user's hooks on a parameter's gradient."""
     before = list((parameter._backward_hooks or {}).values())
     after = list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
-    return [hook for hook in (*before, *after) if not _is_own(hook)]
+    return [hook for hook in (*before, *after) if not is_own_hook(hook)]
 
 
 def _module_hooks(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[str]:
@@ -116,7 +116,7 @@ def _optimizer_hooks(model: torch.nn.Module, optimizers: Sequence[torch.optim.Op
         for part in parts_of(optimizer):
             for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
                 for hook in vars(part).get(hooks, {}).values():
-                    if not _is_own(hook):
+                    if not is_own_hook(hook):
                         yield f"{type(part).__name__} has a hook on its step ({_shown(hook)})"
 
 
@@ -124,7 +124,7 @@ def _global_optimizer_hooks(model: torch.nn.Module, optimizers: Sequence[torch.o
     before = optimizer_hooks._global_optimizer_pre_hooks
     after = optimizer_hooks._global_optimizer_post_hooks
     for hook in (*before.values(), *after.values()):
-        if not _is_own(hook):
+        if not is_own_hook(hook):
             yield f"every optimizer has a hook on its step ({_shown(hook)})"
 
 
@@ -174,7 +174,7 @@ def _renormalized_embeddings(model: torch.nn.Module, optimizers: Sequence[torch.
             yield f"{name or type(module).__name__} has max_norm={module.max_norm:g}"
 
 
-def _is_own(hook: Any) -> bool:
+def is_own_hook(hook: Any) -> bool:
     """Return whether a hook is Paceline's."""
     if isinstance(hook, BuiltinMethodType):  # a list's `append`, which notes what a backward pass reaches
         return True

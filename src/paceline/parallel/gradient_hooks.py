@@ -19,7 +19,7 @@ import torch
 from paceline.nouns.errors import UsageError
 from paceline.parallel.effects import hooks_of
 
-_Hooks = tuple[Mapping[int, Any] | None, Mapping[int, Any] | None]
+_Hooks = tuple[dict[int, Any] | None, dict[int, Any] | None]
 
 
 class GradientHooks:
@@ -55,6 +55,14 @@ class GradientHooks:
             self.hooks[parameter] = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
             parameter._backward_hooks = None
             parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+
+    def give_back(self) -> None:
+        """Put the hooks back on the parameters."""
+        for parameter, (before, after) in self.hooks.items():
+            own = parameter._post_accumulate_grad_hooks or {}
+            parameter._backward_hooks = before
+            parameter._post_accumulate_grad_hooks = {**(after or {}), **own}
+        self.hooks = {}
 
     def note_backward(self, reached: Iterable[torch.nn.Parameter]) -> None:
         """Note the parameters that a backward pass has reached.

@@ -12,15 +12,13 @@ gradients); twice the states of the ranks' generators.
 from __future__ import annotations
 
 import os
-import random
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.checkpoint.manifest import MODEL, read_manifest
 from paceline.checkpoint.reshard import LocalTensor
@@ -30,6 +28,7 @@ from paceline.comm.collectives import AxisComm
 from paceline.comm.dtypes import widen
 from paceline.comm.ledger import Ledger
 from paceline.comm.process_group import RankInfo
+from paceline.comm.shared_memory import Slot
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.order import share
 from paceline.nouns.shard_spec import LocalShard, ShardSpec
@@ -46,6 +45,8 @@ from paceline.train.data import Batch, RankLoader, collate_of
 from paceline.train.device_batches import moved
 from paceline.train.events import TAKES_OVER
 from paceline.train.forked_process import ForkedProcess, SharedTensors, wait_for
+from paceline.train.loop_alone import END, GRADIENT, HAS_GRADIENT, STATE, UPDATE, VALUE, LoopAlone
+from paceline.train.loop_objects import updated_by
 from paceline.train.one_process import (
     TOLERANCES,
     UPDATE_TOLERANCE,
@@ -55,8 +56,10 @@ from paceline.train.one_process import (
     first_update_difference,
     gradients_of,
     is_rounding,
+    other_generators,
     same_numbers,
     set_gradients,
+    sort_buffers,
 )
 from paceline.train.precision import autocast
 from paceline.train.rank_draws import RankDraws, dims_of_samples
@@ -65,13 +68,13 @@ from paceline.train.whole_state import put_together
 
 if TYPE_CHECKING:
     from paceline.train.job import Job
+    from paceline.train.loop_job import LoopJob
 
 LEAST_S = 2.0  # that the process may compute
 _SHARE = 0.02  # of the job's predicted time, that it may
 _STUCK_S = 5.0  # without computing: it waits for something that it does not have
 _MOST_BYTES = 2**31  # of the model: more takes long to put together and to compute
 _COPIES = 8  # of the model: values, gradients, an optimizer's state and the memory that both processes see
-_GRADIENT, _VALUE, _STATE, _HAS_GRADIENT = "gradient/", "value/", "state/", "has gradient"
 _SERVER_TOLERANCE = 5e-2  # of an update that is made of this process's own gradients
 
 Forms = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -91,6 +94,7 @@ class FirstStep:
         self.shared: SharedTensors | None = None
         self.forms: Forms = {}
         self.recorder: _Gradients | None = None
+        self.updates: set[int] = set()  # the loop's optimizers that have updated in this step
         self.began_at = 0
         self.began_s = 0.0
 
@@ -123,6 +127,67 @@ class FirstStep:
             step = partial(_compare_workload, job, batch, values, states, self.shared)
             self.process = ForkedProcess(step)
 
+    def begin_loop(self, job: LoopJob) -> LoopAlone | None:
+        """As a loop gets its first batch: fork the process that runs on with whole batches. Collective then.
+
+        Returns:
+            In that process, what the loop's objects compute by; None on the rank.
+        """
+        if not self.is_due:
+            return None
+        self.is_due = False
+        if job.plan.check == "off" or job.size == 1:
+            return None
+        reason = why_not_loop(job)
+        forms = _forms(job)
+        if not reason and not _agree(job, _has_memory(job, forms)):
+            reason = f"there is no memory for a second copy of the model; {_verify(job)} checks a smaller one"
+        if reason:
+            job.notice(f"first step not checked: {reason}")
+            return None
+        states = _states(job)
+        self.forms = forms
+        self.began_at, self.began_s = job.step_number, job.clock.now_s()
+        if job.rank == 0:
+            self.shared = _shared(forms, states)
+            self.process = ForkedProcess()
+            if self.process.is_here:
+                be_alone()
+                return LoopAlone(job, self.process, self.shared, states)
+        return None
+
+    def update_of_loop(self, job: LoopJob, number: int) -> None:
+        """Before an update of a loop's first step: hand the gradients to the process."""
+        if self.process is None or self.shared is None or not self.forms:
+            return
+        if number in self.updates:
+            self.end()
+            job.notice("first step not checked: an optimizer updates twice in a step")
+            return
+        self.updates.add(number)
+        names = list(self.forms)
+        flags = self.shared.tensors[HAS_GRADIENT]
+        for name, parameter in updated_by(job.objects.optimizers[number - 1], job.named()).items():
+            gradient = parameter.grad
+            flags[names.index(name)] = gradient is not None
+            if gradient is not None:
+                self.shared.tensors[GRADIENT + name].copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+        self.process.go(UPDATE)
+
+    def end_of_loop_step(self, job: LoopJob) -> None:
+        """At the end of a loop's step: hand over all else. Collective if it is compared."""
+        if not self.forms:
+            return
+        forms, self.forms = self.forms, {}
+        states = _states(job)
+        if self.process is None or self.shared is None:
+            return
+        for name, value in _whole(job, forms, _model_parts(job)).items():
+            self.shared.tensors[VALUE + name].copy_(value)
+        for number, state in enumerate(states):
+            self.shared.tensors[f"{STATE}{number}"].copy_(state)
+        self.process.go(END)
+
     def step_taken(self, job: Job) -> None:
         """After the step: hand what the ranks made to the process. Collective if it is compared."""
         if not self.forms:
@@ -139,15 +204,15 @@ class FirstStep:
             job.world.all_reduce(flags)
         present = {name: form for (name, form), flag in zip(forms.items(), flags.tolist(), strict=True) if flag}
         for name, value in _whole(job, present, gradients).items():
-            found[_GRADIENT + name] = value
+            found[GRADIENT + name] = value
         for name, value in _whole(job, forms, _model_parts(job)).items():
-            found[_VALUE + name] = value
+            found[VALUE + name] = value
         for number, state in enumerate(_states(job)):
-            found[f"{_STATE}{number}"] = state
+            found[f"{STATE}{number}"] = state
         if self.process is not None and self.shared is not None:
             for name, value in found.items():
                 self.shared.tensors[name].copy_(value)
-            self.shared.tensors[_HAS_GRADIENT].copy_(flags)
+            self.shared.tensors[HAS_GRADIENT].copy_(flags)
             self.process.go()
 
     def poll(self, job: Job, waits: bool = False) -> None:
@@ -212,6 +277,14 @@ class _Gradients(StepObserver):
 
 def why_not(job: Job, batch: Batch) -> str:
     """Return why a workload's step can't be compared; "" where it can. The same on every rank."""
+    if not len(batch.positions):
+        return "the loop makes its own batches, of which each rank has only its part"
+    if type(job.loader) is not RankLoader:
+        return "the data is a stream, which one process can't read a second time"
+    return _why_not(job)
+
+
+def _why_not(job: Job) -> str:
     plan = job.plan
     for option, plain in (("compression", "none"), ("float8", "off"), ("optimizer_states", "full")):
         if getattr(plan, option) != plain:
@@ -226,11 +299,16 @@ def why_not(job: Job, batch: Batch) -> str:
         return f"the ranks compute on GPUs, and one process would need as much memory; {_verify(job)} checks it on CPUs"
     if not sys.platform.startswith("linux"):
         return f"it needs Linux; {_verify(job)} checks it"
-    if not len(batch.positions):
-        return "the loop makes its own batches, of which each rank has only its part"
-    if type(job.loader) is not RankLoader:
-        return "the data is a stream, which one process can't read a second time"
     return ""
+
+
+def why_not_loop(job: LoopJob) -> str:
+    """Return why a loop's step can't be compared; "" where it can. The same on every rank."""
+    if job.parallel.placement not in (REPLICAS, OWNERS) or job.shard_frozen:
+        return f"ranks have parts of the loop's models; {_verify(job)} checks it"
+    if job.scalers:
+        return "with a GradScaler the first steps may be left out"
+    return _why_not(job)
 
 
 def _verify(job: Job) -> str:
@@ -305,11 +383,11 @@ def _states(job: Job) -> list[torch.Tensor]:
 
 def _shared(forms: Forms, states: list[torch.Tensor]) -> SharedTensors:
     tensors = []
-    for prefix in (_GRADIENT, _VALUE):
+    for prefix in (GRADIENT, VALUE):
         tensors += [(prefix + name, shape, dtype) for name, (shape, dtype) in forms.items()]
     for number, state in enumerate(states):
-        tensors.append((f"{_STATE}{number}", tuple(state.shape), state.dtype))
-    tensors.append((_HAS_GRADIENT, (len(forms),), torch.int64))
+        tensors.append((f"{STATE}{number}", tuple(state.shape), state.dtype))
+    tensors.append((HAS_GRADIENT, (len(forms),), torch.int64))
     return SharedTensors(tensors)
 
 
@@ -317,6 +395,14 @@ def be_alone() -> None:
     """Make the world of this process, which is forked from a rank, one of one rank."""
     info = RankInfo()
     api._world[:] = [api.World(info, AxisComm("world", 0, (0,), None, Ledger()))]
+    # A message of this process would be taken for the rank's.
+    for owner, names in ((AxisComm, ("_enter",)), (Slot, ("begin", "finish"))):
+        for name in names:
+            setattr(owner, name, _refuse_message)
+
+
+def _refuse_message(*arguments: Any, **named: Any) -> NoReturn:
+    raise RuntimeError("a message to other ranks")
 
 
 def _compare_workload(
@@ -325,7 +411,7 @@ def _compare_workload(
     values: Mapping[str, torch.Tensor],
     states: list[torch.Tensor],
     shared: SharedTensors,
-    wait: Callable[[], None],
+    wait: Callable[[], str],
 ) -> dict[str, Any]:
     """Take the step of a workload in this process, and compare; return what was found, as JSON."""
     be_alone()
@@ -392,7 +478,7 @@ class _WorkloadStep:
 
     def take(self) -> None:
         """Compute the gradients."""
-        before = _other_generators()
+        before = other_generators()
         state = ModuleState(self.model)
         self.draws = RankDraws(self.first_states)
         self.gradients = gradients_of(self.parameters, partial(self._backward, self.model, self.batches, self.draws))
@@ -403,7 +489,7 @@ class _WorkloadStep:
             self.draws = RankDraws(self.first_states, self.dims)
             run = partial(self._backward, self.model, self.batches, self.draws)
             self.gradients = gradients_of(self.parameters, run)
-        self.others_draw = before != _other_generators()
+        self.others_draw = before != other_generators()
 
     def _find_dims(self) -> None:
         """Find out which dimension of each draw the samples have, from a forward pass with the first rank's."""
@@ -432,7 +518,7 @@ class _WorkloadStep:
         """Return the first difference from what the ranks made; or why there can be no comparison."""
         if self.others_draw:
             return {"reason": "the model draws by numpy or Python, on each rank other numbers"}
-        states = [shared.tensors[f"{_STATE}{number}"] for number in range(len(self.draws.states))]
+        states = [shared.tensors[f"{STATE}{number}"] for number in range(len(self.draws.states))]
         if self.draws.has_drawn and not self.job.parallel.has_gradients:
             return {"reason": "the model draws random numbers, and workers of servers know their own only"}
         if self.draws.has_drawn and self.job.mesh.size("pipeline") > 1:
@@ -458,14 +544,14 @@ class _WorkloadStep:
 
     def _difference(self, shared: SharedTensors, names: list[str]) -> Found | None:
         tolerance = TOLERANCES[self._precision()]
-        values = {name: shared.tensors[_VALUE + name] for name in names}
+        values = {name: shared.tensors[VALUE + name] for name in names}
         update_tolerance, floor = UPDATE_TOLERANCE, 0.0
         if self.job.parallel.has_gradients:
-            flags = shared.tensors[_HAS_GRADIENT].tolist()
+            flags = shared.tensors[HAS_GRADIENT].tolist()
             ranks = {}
             for name, flag in zip(names, flags, strict=True):
                 if flag:
-                    ranks[name] = shared.tensors[_GRADIENT + name]
+                    ranks[name] = shared.tensors[GRADIENT + name]
             found = first_gradient_difference(self.gradients, ranks, tolerance)
             if found is not None and not self._is_rounding(found):
                 return found
@@ -477,21 +563,11 @@ class _WorkloadStep:
         found = first_update_difference((self.values, here, values), update_tolerance, floor)
         if found is not None:
             return found
-        statistics, others = self._buffers(values)
+        statistics, others = sort_buffers(self.model, values)
         found = first_buffer_difference(statistics, values, tolerance)
         if found is not None:
             return Found("statistics", found.name, found.distance)
         return first_buffer_difference(others, values, tolerance)
-
-    def _buffers(self, values: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Return the buffers of batch norms, which are those of the whole batch, and the others."""
-        norms = {name for name, module in self.model.named_modules() if isinstance(module, _NormBase)}
-        statistics: dict[str, torch.Tensor] = {}
-        others: dict[str, torch.Tensor] = {}
-        for name, buffer in self.model.named_buffers():
-            if name in values:
-                (statistics if name.rpartition(".")[0] in norms else others)[name] = buffer
-        return statistics, others
 
     def _precision(self) -> str:
         if self.workload.precision != "float32":
@@ -533,13 +609,6 @@ class _WorkloadStep:
         if self.workload.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.workload.clip_norm)
         optimizer.step()
-
-
-def _other_generators() -> tuple[Any, ...]:
-    """Return the states of Python's and numpy's random generators."""
-    numpy: Any = sys.modules.get("numpy")
-    _, keys, place, *_ = numpy.random.get_state() if numpy else (None, b"", 0)
-    return random.getstate(), bytes(keys), place
 
 
 def _tell(job: Job, answer: Mapping[str, Any], step: int) -> None:

@@ -22,8 +22,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from paceline.launch.orphans import die_with_parent
-
 _ALIGNMENT = 64  # bytes: of a cache line
 _OUTPUTS = (0, 1, 2)
 
@@ -57,32 +55,58 @@ class ForkedProcess:
     """A process forked from this one, which it outlives by nothing.
 
     Args:
-        main: runs there, is handed `wait`, which returns once `go` was called here, and returns what `answer` gives.
+        main: runs there, is handed `wait`, and returns the answer. None: the process goes on where this one does, with
+            `is_here` set, until it calls `reply`.
+
+    Attributes:
+        is_here: this is the forked process.
     """
 
-    def __init__(self, main: Callable[[Callable[[], None]], dict[str, Any]]) -> None:
-        answers, self._answer = os.pipe()
-        go, self._go = os.pipe()
-        self._answers = answers
-        self._text = b""
+    def __init__(self, main: Callable[[Callable[[], str]], dict[str, Any]] | None = None) -> None:
+        answers, own_answers = os.pipe()
+        own_go, go = os.pipe()
         self.pid = os.fork()
-        if self.pid == 0:
-            _run(main, go, self._answer)
-        os.close(go)
-        os.close(self._answer)
+        self.is_here = self.pid == 0
+        if not self.is_here:
+            os.close(own_go)
+            os.close(own_answers)
+            self._answers, self._go = answers, go
+            self._text = b""
+            return
+        self._answers, self._go = own_answers, own_go
+        try:
+            _isolate({own_go, own_answers})
+            if main is not None:
+                self.reply(main(self.wait))
+        except BaseException:
+            os._exit(1)
 
-    def go(self) -> None:
-        """Let `wait` return in the process; it has what it needs of this one."""
+    def go(self, what: str = "g") -> None:
+        """Let `wait` return one letter in the process; it has what it needs of this one."""
         with contextlib.suppress(OSError):  # it has ended
-            os.write(self._go, b"1")
+            os.write(self._go, what.encode())
+
+    def wait(self) -> str:
+        """In the process: wait for `go`, and return its letter."""
+        letter = os.read(self._go, 1)
+        if not letter:  # the rank has ended
+            os._exit(0)
+        return letter.decode()
+
+    def reply(self, answer: dict[str, Any]) -> NoReturn:
+        """In the process: give the answer, and end. No handler of the rank's runs, and no buffer is written twice."""
+        try:
+            os.write(self._answers, json.dumps(answer).encode())
+        finally:
+            os._exit(0)
 
     def answer(self, timeout_s: float = 0.0) -> dict[str, Any] | None:
-        """Return what `main` returned there; None if it has not yet. Empty if it has ended without a word."""
+        """Return the answer; None if there is none yet."""
         while select.select([self._answers], [], [], timeout_s)[0]:
             part = os.read(self._answers, 1 << 16)
             if not part:
                 self.end()
-                return dict(json.loads(self._text)) if self._text else {}
+                return dict(json.loads(self._text)) if self._text else {"reason": "one process could not take it"}
             self._text += part
         return None
 
@@ -107,20 +131,6 @@ class ForkedProcess:
             os.waitpid(pid, 0)
         os.close(self._go)
         os.close(self._answers)
-
-
-def _run(main: Callable[[Callable[[], None]], dict[str, Any]], go: int, answer: int) -> NoReturn:
-    try:
-        die_with_parent()
-        _isolate({go, answer})
-        content = main(lambda: _wait(go))
-        os.write(answer, json.dumps(content).encode())
-    finally:
-        os._exit(0)  # no handler of the rank's runs, and no buffer of its output is written twice
-
-
-def _wait(go: int) -> None:
-    os.read(go, 1)
 
 
 def _isolate(kept: set[int]) -> None:

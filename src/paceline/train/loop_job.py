@@ -55,6 +55,7 @@ from paceline.train.data_workers import AtHand
 from paceline.train.device_batches import on_device
 from paceline.train.events import peak_memory_bytes
 from paceline.train.job import Job, check_is_first, newest
+from paceline.train.loop_alone import LoopAlone
 from paceline.train.loop_loader import CutLoader, Part, Place, load_pass
 from paceline.train.loop_objects import LoopObjects, check_parameters, sort_objects, updated_by
 from paceline.train.loop_scaler import LoopScaler, factor_of
@@ -217,6 +218,7 @@ class LoopJob(Job):
 
     assembly_class = LoopAssembly
     parallel: PiecewiseParallel
+    alone: LoopAlone | None = None  # in the process that takes the first step by itself
 
     def __init__(self, objects: LoopObjects, plan: Plan, seed: int, shard_frozen: bool = False) -> None:
         self.objects = objects
@@ -307,6 +309,10 @@ class LoopJob(Job):
         """Return the models that `paceline.prepare` was handed."""
         return self.objects.models
 
+    def named(self) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters of the models, as this rank has them, by name."""
+        return self._named()
+
     def _named(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters of the models, as this rank has them, by name."""
         return self.parts or dict(self.model.named_parameters())
@@ -323,6 +329,7 @@ class LoopJob(Job):
                     "call job.backward(loss) before optimizer.step(), without a closure",
                 )
             self._reduce(number)
+            self.first_step.update_of_loop(self, number)
             self.parallel.begin_update(optimizer, number)
             TIMES.switch(OPTIMIZER)
 
@@ -891,9 +898,11 @@ class LoopJob(Job):
             self.is_skipped,
             self.scalers[0].scaler.get_scale() if self.is_scaled else None,
         )
+        self.first_step.end_of_loop_step(self)
         self._tell_length()
         self._tell(self.parallel.notices)
         self._write_step()
+        self.first_step.poll(self)
         self.norm = None
         self.is_scaled = self.is_skipped = False
         self.usual_updates = len(self.stepped)
@@ -1067,6 +1076,8 @@ class LoopLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's part of each batch of the next pass; of the pass in which a resumed job is, the rest."""
+        if self.job.alone is not None:
+            return self.job.alone.batches(self.cut)
         return Counted(self._batches(), lambda: self.cut.opened_at[1], self._tell_count)
 
     def _tell_count(self, counter: str) -> None:
@@ -1111,6 +1122,10 @@ class LoopLoader:
             # Whatever the loop does with a batch, the step ends here, unless it is one that the loop takes ahead.
             if is_own:
                 self.job.end_step(goes_on=True)
+                self.job.alone = self.job.first_step.begin_loop(self.job)
+                if self.job.alone is not None:
+                    yield from self.job.alone.batches(self.cut)
+                    return
             self.cut.note_batch()
             given = [batch.take()]
             self.job.take(part, given[0])

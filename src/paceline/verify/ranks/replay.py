@@ -38,21 +38,27 @@ def main(path: Path) -> int:
     settings, folder = read_settings(path)
     workload = find_workload(settings["script"])
     pieces_of_parts: dict[int, list[list[int]]] = {}
+    weight = 1.0
     for rank in range(settings["ranks"]):
         # Ranks of `tensor` and `pipeline` have the same part, and one of them is enough.
         watched = json.loads((folder / f"watched-{rank}.json").read_text())
         pieces_of_parts.setdefault(watched["data_part"], watched["pieces"])
+        weight = watched["weights"][0]
     mesh = Mesh.parse(Plan.of(settings["plan"], "the settings").mesh)
     is_graph = bool(mesh.used(GRAPH_AXES))
     answer = {}
     for part, pieces in pieces_of_parts.items():
-        answer[part] = replay(workload, pieces, pieces_of_parts, is_graph)
+        answer[part] = replay(workload, pieces, pieces_of_parts, is_graph, weight)
     (folder / "replay.json").write_text(json.dumps(answer))
     return 0
 
 
 def replay(
-    workload: Workload, pieces: list[list[int]], pieces_of_parts: dict[int, list[list[int]]], is_graph: bool
+    workload: Workload,
+    pieces: list[list[int]],
+    pieces_of_parts: dict[int, list[list[int]]],
+    is_graph: bool,
+    weight: float,
 ) -> dict[str, Any]:
     """Take one part's micro-batches forwards and backwards; batch norm sees the whole batch, as it does on the ranks.
 
@@ -61,7 +67,10 @@ def replay(
         pieces: first and last position (exclusive) of each micro-batch of the part.
         pieces_of_parts: those of all parts.
         is_graph: True if the ranks ran a graph.
+        weight: of the whole batch.
     """
+    # Ranks with one micro-batch take the gradient of the mean, those with several that of the sum.
+    divisor = weight if all(len(each) <= 1 for each in pieces_of_parts.values()) else 1.0
     seed_everything(workload.seed)
     model = widen(workload.model()).train()
     data = data_of(workload)
@@ -89,9 +98,9 @@ def replay(
             run = _module_runner(workload, model, watch, number, take)
         for index, batch in enumerate(batches):
             number[0] = index
-            loss_sum, weight = checked(run(batch))
-            loss_sum.backward()  # type: ignore[no-untyped-call]
-            losses.append([float(loss_sum.detach()), float(weight)])
+            loss_sum, own_weight = checked(run(batch))
+            (loss_sum / divisor).backward()
+            losses.append([float(loss_sum.detach()), float(own_weight)])
     if needs_whole_batch:  # the loss is not this part's
         losses = []
     return {**watch.to_json(), "samples": samples, "losses": losses}

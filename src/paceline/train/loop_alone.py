@@ -1,0 +1,213 @@
+"""Run the first step of a user's own loop in one process, which is forked from rank 0 as the loop gets its first batch.
+
+The loop goes on in the process as it does on the rank, but for this: its loader gives whole batches, `job.backward` is
+`loss.backward`, and nothing is summed. Before each update the process compares its gradients with those that the ranks
+have summed, and goes on with these. It ends where the rank's step ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
+
+from paceline.parallel.effects import is_own_hook
+from paceline.parallel.optimizer_parts import parts_of
+from paceline.train.device_batches import moved
+from paceline.train.forked_process import ForkedProcess, SharedTensors
+from paceline.train.loop_loader import CutLoader, Place, load_pass
+from paceline.train.loop_objects import updated_by
+from paceline.train.one_process import (
+    TOLERANCES,
+    UPDATE_TOLERANCE,
+    Found,
+    first_buffer_difference,
+    first_gradient_difference,
+    first_update_difference,
+    other_generators,
+    own_batch_norms,
+    same_numbers,
+    set_gradients,
+    sort_buffers,
+)
+from paceline.train.rank_draws import RankDraws
+
+if TYPE_CHECKING:
+    from paceline.train.loop_job import LoopJob
+
+GRADIENT, VALUE, STATE, HAS_GRADIENT = "gradient/", "value/", "state/", "has gradient"
+UPDATE, END = "u", "e"  # what the rank has handed over: gradients before an update; all else at the step's end
+_WIDER = 5  # times the tolerance: the loop can't be run again in float64, to see what rounding does
+_ENDS = ("evaluate", "save", "save_best", "close", "load", "generate", "log", "log_text", "log_picture")
+
+
+class LoopAlone:
+    """The process that takes a loop's first step by itself; made in it.
+
+    Args:
+        job: the rank's.
+        process: this one.
+        shared: what the ranks hand over.
+        states: of the ranks' generators, by part of the batch.
+    """
+
+    def __init__(self, job: LoopJob, process: ForkedProcess, shared: SharedTensors, states: list[torch.Tensor]) -> None:
+        self.job = job
+        self.process = process
+        self.shared = shared
+        self.parts = len(states)
+        self.draws = RankDraws(states)
+        self.names = [name.removeprefix(VALUE) for name in shared.tensors if name.startswith(VALUE)]
+        self.named = dict(job.model.named_parameters())
+        self.before = {name: self.named[name].detach().clone() for name in self.names if name in self.named}
+        self.others = other_generators()
+        self.has_begun = False
+        self.has_autocast = False
+        self.updated: set[int] = set()
+        self.found: Found | None = None
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """Have the loop's objects compute by themselves."""
+        job: Any = self.job
+        own_batch_norms(job.model)
+        job.parallel.gradient_hooks.give_back()
+        for number, optimizer in enumerate(job.objects.optimizers, 1):
+            self._watch(number, optimizer)
+        register_module_forward_pre_hook(self._note_autocast)
+        job.parallel = None  # whatever asks it for something, ends this process
+        job.rank, job.size, job.data_part = 0, 1, 0
+        job.backward, job.clip, job.gradients = self._backward, self._clip, self._gradients
+        job.all_reduce = job.all_gather = lambda tensor, *arguments, **named: tensor.clone()
+        job.gathered = nullcontext
+        job.copy_weights = lambda source, target: target.load_state_dict(source.state_dict())
+        job.end_step = job.settle = job.notice = lambda *arguments, **named: None
+        for name in _ENDS:
+            setattr(job, name, self._leave)
+
+    def _watch(self, number: int, optimizer: torch.optim.Optimizer) -> None:
+        for part in parts_of(optimizer):
+            for hooks in (part._optimizer_step_pre_hooks, part._optimizer_step_post_hooks):
+                for key in [key for key, hook in hooks.items() if is_own_hook(hook)]:
+                    del hooks[key]
+
+        def before(optimizer: torch.optim.Optimizer, arguments: Any, named: Any) -> None:
+            self._compare_gradients(updated_by(optimizer, self.named))
+
+        def after(optimizer: torch.optim.Optimizer, arguments: Any, named: Any) -> None:
+            self.job.step_number += not self.updated
+            self.updated.add(number)
+
+        theirs = dict(optimizer._optimizer_step_pre_hooks)
+        optimizer._optimizer_step_pre_hooks.clear()
+        optimizer.register_step_pre_hook(before)
+        optimizer._optimizer_step_pre_hooks.update(theirs)
+        optimizer.register_step_post_hook(after)
+
+    def batches(self, cut: CutLoader) -> Iterator[Any]:
+        """Yield whole batches of a pass."""
+        cut.loader.num_workers = 0
+        with _disable_current_modes():
+            if self.has_begun:
+                cut.end_pass()
+            else:
+                cut.go_to(cut.number, cut.batch)
+            if not cut.begin_pass():
+                return
+            parts = load_pass(cut.loader, Place(0, 1, cut.seed, cut.number), cut.batch, cut.limit)
+        while True:
+            with _disable_current_modes():
+                part = next(parts, None)
+            if part is None or self.updated:
+                break
+            cut.note_batch()
+            self.draws.samples = [len(Place(rank, self.parts, 0, 0).own(part.of)) for rank in range(self.parts)]
+            if not self.has_begun:
+                self.has_begun = True
+                self.draws.__enter__()  # type: ignore[no-untyped-call]
+            yield moved(part.batch, self.job.device, self.job.to_float64)
+        if self.updated:
+            self._finish()
+        cut.end_pass()
+
+    def _backward(self, loss: torch.Tensor, weight: Any = None, retain_graph: bool = False, share: float = 1.0) -> None:
+        loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+
+    def _clip(self, max_norm: float, optimizer: torch.optim.Optimizer | None = None) -> float:
+        return float(torch.nn.utils.clip_grad_norm_(self._parameters(optimizer).values(), max_norm))
+
+    def _gradients(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, parameter in self._parameters(optimizer).items():
+            if parameter.grad is not None:
+                found[name] = parameter.grad
+        return found
+
+    def _parameters(self, optimizer: torch.optim.Optimizer | None) -> Mapping[str, torch.nn.Parameter]:
+        optimizers = self.job.objects.optimizers if optimizer is None else [optimizer]
+        found: dict[str, torch.nn.Parameter] = {}
+        for each in optimizers:
+            found |= updated_by(each, self.named)
+        return found
+
+    def _note_autocast(self, module: torch.nn.Module, inputs: Any) -> None:
+        self.has_autocast |= torch.is_autocast_enabled("cpu")
+
+    def _compare_gradients(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        if self.process.wait() != UPDATE:
+            self.process.reply({"reason": "the ranks updated less often in this step"})
+        flags = dict(zip(self.names, self.shared.tensors[HAS_GRADIENT].tolist(), strict=True))
+        ranks = {name: self.shared.tensors[GRADIENT + name] for name in parameters if flags[name]}
+        here: dict[str, torch.Tensor | None] = {}
+        for name, parameter in parameters.items():
+            here[name] = None if parameter.grad is None else parameter.grad.detach()
+        self.found = self.found or first_gradient_difference(here, ranks, self._tolerance())
+        set_gradients(parameters, ranks)
+
+    def _tolerance(self) -> float:
+        dtypes = {parameter.dtype for parameter in self.named.values()}
+        if dtypes <= {torch.float64, torch.complex128} and not self.has_autocast:
+            return TOLERANCES["float64"]
+        is_narrow = self.has_autocast or bool(dtypes & {torch.bfloat16, torch.float16})
+        return _WIDER * TOLERANCES["bf16" if is_narrow else "float32"]
+
+    def _leave(self, *arguments: Any, **named: Any) -> NoReturn:
+        """The loop asks the job for something that takes other ranks: here its step ends."""
+        if not self.updated:
+            self.process.reply({"reason": "the loop's first batches made no update"})
+        self._finish()
+
+    def _finish(self) -> NoReturn:
+        """Compare what the step has left, and end."""
+        if self.process.wait() != END:
+            self.process.reply({"reason": "the ranks updated more often in this step"})
+        self.process.reply(self._compared())
+
+    def _compared(self) -> dict[str, Any]:
+        states = [self.shared.tensors[f"{STATE}{number}"] for number in range(self.parts)]
+        if self.others != other_generators():
+            return {"reason": "the loop draws by numpy or Python, on each rank other numbers"}
+        if not same_numbers(self.draws.states, states):
+            return {"reason": "the loop draws random numbers that do not belong to samples, on each rank others"}
+        found = self.found or self._value_difference()
+        if found is None:
+            return {}
+        if self.draws.has_drawn and not self.draws.is_certain:
+            return {"reason": "it is not certain which random numbers belong to which samples"}
+        return {"kind": found.kind, "name": found.name, "distance": found.distance}
+
+    def _value_difference(self) -> Found | None:
+        values = {name: self.shared.tensors[VALUE + name] for name in self.names}
+        here = {name: self.named[name].detach() for name in self.before}
+        found = first_update_difference((self.before, here, values), UPDATE_TOLERANCE, 0.0)
+        if found is not None:
+            return found
+        statistics, others = sort_buffers(self.job.model, values)
+        found = first_buffer_difference(statistics, values, self._tolerance())
+        if found is not None:
+            return Found("statistics", found.name, found.distance)
+        return first_buffer_difference(others, values, self._tolerance())
