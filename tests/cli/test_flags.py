@@ -269,7 +269,7 @@ def parsers():
 
 def test_run_has_few_flags():
     flags = [action for action in parsers()["run"]._actions if action.option_strings]
-    assert len(flags) <= 27
+    assert len(flags) <= 28
 
 
 @pytest.mark.parametrize("name", ["run", "submit slurm", "submit kubernetes"])

@@ -49,7 +49,17 @@ IN_A_FILE = {
     "compression beside tensor": ("bf16", "replicate=2,tensor=2", "shard=2,tensor=2"),
     "bucket_bytes": (1024, "replicate=2", "pipeline=2"),
 }
-ANYWHERE = {"float8", "optimizer_states", "checkpointing", "compile", "server", "checkpoint_every", "keep", "copy_to"}
+ANYWHERE = {
+    "float8",
+    "optimizer_states",
+    "checkpointing",
+    "compile",
+    "check",
+    "server",
+    "checkpoint_every",
+    "keep",
+    "copy_to",
+}
 
 
 def test_every_option_is_in_the_tables():

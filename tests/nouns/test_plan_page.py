@@ -33,6 +33,7 @@ CHOICES = {
     "transport": nouns_plan.TRANSPORTS,
     "compression": nouns_plan.COMPRESSIONS,
     "mode": nouns_plan.MODES,
+    "check": nouns_plan.SWITCH,
 }
 
 

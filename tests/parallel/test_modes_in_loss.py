@@ -19,7 +19,7 @@ DATA = list(torch.randn(10, 4, dtype=torch.float64, generator=torch.Generator().
 
 
 def make():
-    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
+    return nn.Sequential(nn.Linear(4, 256), nn.BatchNorm1d(256), nn.Tanh(), nn.Linear(256, 4))
 
 
 def pseudo_labels(model, batch):

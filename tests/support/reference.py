@@ -39,6 +39,8 @@ INTERNAL = {
         "models",
     ],
     "LoopJob": [
+        "part",
+        "batches_seen",
         "whole_model",
         "models",
         "assembly_class",

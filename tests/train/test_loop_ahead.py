@@ -240,7 +240,8 @@ def plain(idiom, norm=False, count=23):
 def take(_, idioms, line, norm=False, count=23, folder=None, stops=None):
     """What ranks end with: steps, samples, a score and the model's state; or what they refuse."""
     plan = Plan.parse(line)
-    os.environ["PACELINE_PLAN"] = json.dumps({**asdict(plan), "checkpoint_every": 1 if folder else 0})
+    options = {"check": "off", "checkpoint_every": 1 if folder else 0}
+    os.environ["PACELINE_PLAN"] = json.dumps({**asdict(plan), **options})
     ended = []
     for number, idiom in enumerate(idioms):
         if folder:

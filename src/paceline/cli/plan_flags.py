@@ -53,13 +53,12 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--keep", type=int, metavar="K", help=f"checkpoints that stay (default {default.keep})")
     parser.add_argument("--copy-to", metavar="URL", help="copies of checkpoints, as s3://bucket/runs")
-    parser.add_argument(
-        "--no-check",
-        dest="check",
-        action="store_const",
-        const="off",
-        help="do not compare the first step with that of one process",
-    )
+
+
+def add_check_argument(parser: argparse.ArgumentParser) -> None:
+    """Add --no-check."""
+    what = "the first step is not compared with one process"
+    parser.add_argument("--no-check", action="store_true", help=what)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +101,7 @@ def plan_request(arguments: argparse.Namespace, ranks: int | None = None) -> Pla
         checkpoint_every=getattr(arguments, "checkpoint_every", None),  # not every command has it
         keep=getattr(arguments, "keep", None),
         copy_to=getattr(arguments, "copy_to", None),
-        check=getattr(arguments, "check", None),
+        check="off" if getattr(arguments, "no_check", False) else None,
     )
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from paceline.cli.flags import check_place, check_rules
 from paceline.cli.plan_flags import (
     OneLineHelp,
+    add_check_argument,
     add_checkpoint_arguments,
     add_cluster_argument,
     add_file,
@@ -61,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = OneLineHelp
     add_plan_arguments(parser)
     add_checkpoint_arguments(parser)
+    add_check_argument(parser)
     add_run_arguments(parser)
     parser.add_argument(
         "--grace",

@@ -29,10 +29,12 @@ _RUNS_THE_USERS = (
     "torch/utils/checkpoint.py",
 )  # fmt: skip
 _USED_BY_US = ("torch", "numpy", "safetensors", "torchao")
-_LINE = re.compile(r'^\s*File "(.+)", line (\d+)', re.MULTILINE)
+# Methods of ours through which torch runs an operation of the user's code.
+_HANDLERS = ("__torch_dispatch__", "__torch_function__")
+_LINE = re.compile(r'^\s*File "(.+)", line (\d+)(?:, in (\S+))?', re.MULTILINE)
 _HEAD = "Traceback (most recent call last):"
 
-Frame = tuple[str, int]  # file and line
+Frame = tuple[str, int, str]  # file, line and function
 
 
 def own_line(error: BaseException) -> str:
@@ -40,7 +42,8 @@ def own_line(error: BaseException) -> str:
     frames = []
     trace = error.__traceback__
     while trace is not None:
-        frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
+        code = trace.tb_frame.f_code
+        frames.append((code.co_filename, trace.tb_lineno, code.co_name))
         trace = trace.tb_next
     return _own_line(frames)
 
@@ -48,7 +51,7 @@ def own_line(error: BaseException) -> str:
 def own_line_of_text(text: str) -> str:
     """Return the same of what a process wrote, which ends with a traceback."""
     last = text.rpartition(_HEAD)[2]
-    return _own_line([(file, int(line)) for file, line in _LINE.findall(last)])
+    return _own_line([(file, int(line), function) for file, line, function in _LINE.findall(last)])
 
 
 def own_error(line: str, found: str) -> PacelineError:
@@ -77,9 +80,9 @@ def note_own_error(error: BaseException) -> bool:
 
 def _own_line(frames: Sequence[Frame]) -> str:
     called = ""  # the file that the frame in hand has called
-    for file, line in reversed(frames):
+    for file, line, function in reversed(frames):
         if file.startswith(_OURS):
-            if file.removeprefix(_OURS) in _STAND_INS:
+            if file.removeprefix(_OURS) in _STAND_INS or function in _HANDLERS:
                 called = ""
                 continue
             return "" if _is_the_users(called) else f"{file}:{line}"

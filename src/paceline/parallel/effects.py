@@ -40,7 +40,7 @@ _WHOLE = frozenset({ALONE, REPLICAS, OWNERS})
 def placement_of(plan: Plan, is_loop: bool) -> str:
     """Return how ranks hold the models under a plan: one of the names above."""
     mesh = Mesh.parse(plan.mesh)
-    if plan.server:
+    if plan.strategy == "servers":
         return SERVERS
     if mesh.used(GRAPH_AXES):
         return GRAPHS

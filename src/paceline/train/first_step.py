@@ -167,7 +167,9 @@ class FirstStep:
         self.updates.add(number)
         names = list(self.forms)
         flags = self.shared.tensors[HAS_GRADIENT]
-        for name, parameter in updated_by(job.objects.optimizers[number - 1], job.named()).items():
+        for name, parameter in updated_by(
+            job.objects.optimizers[number - 1], dict(job.model.named_parameters())
+        ).items():
             gradient = parameter.grad
             flags[names.index(name)] = gradient is not None
             if gradient is not None:
@@ -279,6 +281,8 @@ def why_not(job: Job, batch: Batch) -> str:
     """Return why a workload's step can't be compared; "" where it can. The same on every rank."""
     if not len(batch.positions):
         return "the loop makes its own batches, of which each rank has only its part"
+    if not job.has_same_data:
+        return "the ranks' data sets begin with different samples"
     if type(job.loader) is not RankLoader:
         return "the data is a stream, which one process can't read a second time"
     return _why_not(job)
@@ -291,7 +295,7 @@ def _why_not(job: Job) -> str:
             return f"{option}={getattr(plan, option)} rounds more than one process by design"
     if os.environ.get(TAKES_OVER):
         return "a worker that takes a lost one's place does not have what the servers' optimizer has"
-    if plan.server and plan.mode != "sync":
+    if plan.strategy == "servers" and plan.mode != "sync":
         return f"under mode={plan.mode} the servers update by other gradients than one process"
     if job.workload.precision == "fp16":
         return "under fp16 the first steps may be left out"

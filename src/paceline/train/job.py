@@ -179,6 +179,7 @@ class Job:
     before_update: BeforeUpdate | None = None
     unchecked: bool = False  # the ranks are to be compared after the last step, if that is due
     saves_late: bool = False
+    has_same_data: bool = True  # on all ranks, as far as their first samples show
     late: bool | None  # a step is done whose checkpoint may be due; whether the job is to stop after it
     last: StepRecord | None
     saved_step: int | None  # of the newest checkpoint that was saved since the last load, or is being written
@@ -229,8 +230,13 @@ class Job:
             self.notice(self.loader.notice)
         if self.size > 1 and len(self.loader.data):  # of a stream the samples of its first batch
             first = self.loader.first_sample()
-            check_same_data_everywhere(len(self.loader.data), first, self.comms.step, self.notice)
+            check_same_data_everywhere(len(self.loader.data), first, self.comms.step, self._note_other_data)
         self._begin_run()
+
+    def _note_other_data(self, text: str) -> None:
+        """Say that the ranks have different samples; no process has those of all."""
+        self.has_same_data = False
+        self.notice(text)
 
     def _assemble(self) -> None:
         """Split the model over the ranks as the plan says, and check that its batches can be split."""

@@ -66,6 +66,7 @@ class LoopAlone:
         self.before = {name: self.named[name].detach().clone() for name in self.names if name in self.named}
         self.others = other_generators()
         self.has_begun = False
+        self.has_backward = False  # of the newest batch
         self.has_autocast = False
         self.updated: set[int] = set()
         self.found: Found | None = None
@@ -124,6 +125,9 @@ class LoopAlone:
                 part = next(parts, None)
             if part is None or self.updated:
                 break
+            if self.has_begun and not self.has_backward:  # where a step ends is another question then
+                self.process.reply({"reason": "the loop takes batches ahead of its updates"})
+            self.has_backward = False
             cut.note_batch()
             self.draws.samples = [len(Place(rank, self.parts, 0, 0).own(part.of)) for rank in range(self.parts)]
             if not self.has_begun:
@@ -135,6 +139,7 @@ class LoopAlone:
         cut.end_pass()
 
     def _backward(self, loss: torch.Tensor, weight: Any = None, retain_graph: bool = False, share: float = 1.0) -> None:
+        self.has_backward = True
         loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
     def _clip(self, max_norm: float, optimizer: torch.optim.Optimizer | None = None) -> float:

@@ -309,10 +309,6 @@ class LoopJob(Job):
         """Return the models that `paceline.prepare` was handed."""
         return self.objects.models
 
-    def named(self) -> dict[str, torch.nn.Parameter]:
-        """Return the parameters of the models, as this rank has them, by name."""
-        return self._named()
-
     def _named(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters of the models, as this rank has them, by name."""
         return self.parts or dict(self.model.named_parameters())

@@ -42,7 +42,8 @@ class WholeStateDicts:
             WorkloadError: the loop asks for a state dict outside of `job.gathered()`.
         """
         if keep_vars:
-            self.shard.reshard()
+            if not self.shard.is_held:
+                self.shard.reshard()
         elif not self.shard.is_held:
             raise WorkloadError(
                 "the model is in parts, and state_dict() should have whole tensors",
@@ -58,7 +59,7 @@ class WholeStateDicts:
         for name in module._parameters:
             value = state.get(prefix + name)
             if isinstance(value, torch.Tensor):
-                state[prefix + name] = value.clone()
+                state[prefix + name] = value.detach().clone()
 
     def _before_load(self, module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
         """Put this rank's rows in the place of whole tensors that are to be loaded.
