@@ -34,7 +34,7 @@ SEEDED = (
     "last_sample_of_a_part_dropped",
     "a_scalar_not_summed",
     "clipping_that_scales_up",
-    "augmentation_seeded_by_rank",
+    "rotary_position_off_by_one",
     "a_short_micro_batch_weighed_double",
     "a_groups_settings_lost",
     "missing_all_reduce_of_a_norms_gradient",

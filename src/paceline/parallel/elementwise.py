@@ -75,8 +75,8 @@ def _find_whole_parameters(optimizer: torch.optim.Optimizer, axes: Sequence[str]
     except Exception as error:  # whatever a person's class may raise
         if is_declared:
             return whole
-        is_of_call = isinstance(error, TypeError) and error.__cause__ is not None
-        if not is_of_call and note_own_error(error):
+        # A call that lacks an argument fails in our line: a constructor or a step that wants more.
+        if not isinstance(error, TypeError) and note_own_error(error):
             raise
         raise PlanError(
             f"the axis {axes[0]} gives each rank a part of each parameter, and before the first step it is found out "
@@ -338,10 +338,7 @@ def _twin(
     for group, parameters in groups:
         settings = {key: value for key, value in group.items() if key not in ("params", "initial_lr")}
         small_groups.append({"params": parameters, **_plain(settings)})
-    try:
-        twin: torch.optim.Optimizer = make(small_groups, **_plain(defaults))
-    except TypeError as error:  # its constructor takes other arguments
-        raise TypeError(str(error)) from error
+    twin: torch.optim.Optimizer = make(small_groups, **_plain(defaults))
     return twin
 
 

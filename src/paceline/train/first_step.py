@@ -36,7 +36,7 @@ from paceline.parallel.effects import ALONE, OWNERS, REPLICAS, SERVERS, SHARDS
 from paceline.parallel.micro_batches import checked_loss
 from paceline.parallel.observer import StepObserver
 from paceline.parallel.optimizer_list import as_one
-from paceline.parallel.optimizer_parts import groups_of
+from paceline.parallel.optimizer_parts import groups_of, parts_of
 from paceline.parallel.replicate.bucket import local_gradient
 from paceline.train import snapshot
 from paceline.train.before_update import BeforeUpdate
@@ -57,6 +57,7 @@ from paceline.train.one_process import (
     gradients_of,
     is_rounding,
     other_generators,
+    own_batch_norms,
     same_numbers,
     set_gradients,
     sort_buffers,
@@ -438,10 +439,17 @@ class _WorkloadStep:
         self.parts = [share(batch.positions, part, job.mesh.data_size) for part in range(job.mesh.data_size)]
         self.first_states = states
         self.batches = self._load(batch)
-        self.model = self._model(is_wide=False)
+        # The rank's own model and optimizer where they are whole: with what the loop has changed since they were made.
+        self.is_own = _are_whole(job) and not job.plan.is_compiled
+        self.model = self._own_model() if self.is_own else self._model(is_wide=False)
         self.parameters = dict(self.model.named_parameters())
         self.others_draw = False
         self.dims: list[int | None] | None = None
+
+    def _own_model(self) -> torch.nn.Module:
+        own_batch_norms(self.job.model)
+        self.job.parallel.gradient_hooks.give_back()
+        return self.job.model
 
     def _model(self, is_wide: bool) -> torch.nn.Module:
         """Make the model with the job's values."""
@@ -597,6 +605,18 @@ class _WorkloadStep:
 
     def _update(self) -> None:
         """Run the optimizer on this process's parameters, whose gradients are set."""
+        is_resumed = self.job.loaded_folder is not None  # then the ranks' optimizer is compared with the checkpoint
+        optimizer = self.job.optimizer if self.is_own and not is_resumed else self._optimizer()
+        if self.workload.before_update is not None:
+            change = BeforeUpdate(self.workload.before_update, self.workload.seed, self.job.device)
+            change.step = self.job.step_number
+            change(self.parameters)
+        if self.workload.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.workload.clip_norm)
+        optimizer.step()
+
+    def _optimizer(self) -> Any:
+        """Make the optimizer, with the state and the settings that the ranks' has."""
         optimizer = as_one(self.workload.optimizer(self.model))
         folder = self.job.loaded_folder
         if folder is not None:
@@ -606,13 +626,10 @@ class _WorkloadStep:
             snapshot.restore_optimizer(self.model, optimizer, tensors, manifest["optimizer"], {})
         for own, ranks in zip(groups_of(optimizer), groups_of(self.job.optimizer), strict=True):
             own.update({key: value for key, value in ranks.items() if key != "params"})
-        if self.workload.before_update is not None:
-            change = BeforeUpdate(self.workload.before_update, self.workload.seed, self.job.device)
-            change.step = self.job.step_number
-            change(self.parameters)
-        if self.workload.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.workload.clip_norm)
-        optimizer.step()
+        for made, theirs in zip(parts_of(optimizer), parts_of(self.job.optimizer), strict=True):
+            for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+                vars(made)[hooks] = vars(theirs).get(hooks, {})  # the loop may have registered more since
+        return optimizer
 
 
 def _tell(job: Job, answer: Mapping[str, Any], step: int) -> None:
