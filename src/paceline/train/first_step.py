@@ -51,6 +51,7 @@ from paceline.train.one_process import (
     TOLERANCES,
     UPDATE_TOLERANCE,
     Found,
+    clip,
     first_buffer_difference,
     first_gradient_difference,
     first_update_difference,
@@ -423,10 +424,10 @@ def _compare_workload(
     try:
         step = _WorkloadStep(job, batch, values, states)
         step.take()
-    except Exception as error:
+        wait()
+        return step.compare(shared, list(values))
+    except Exception as error:  # of the user's code, or a place where one process differs from a rank
         return {"reason": f"one process can't take it ({type(error).__name__}: {str(error).splitlines()[0]:.200})"}
-    wait()
-    return step.compare(shared, list(values))
 
 
 class _WorkloadStep:
@@ -612,7 +613,7 @@ class _WorkloadStep:
             change.step = self.job.step_number
             change(self.parameters)
         if self.workload.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.workload.clip_norm)
+            clip(self.parameters, self.workload.clip_norm)
         optimizer.step()
 
     def _optimizer(self) -> Any:

@@ -341,6 +341,8 @@ class Job:
             'step 100, loss 0.000'
         """
         self._check_may_step()
+        # A rank that waits in `save` or `load` for this one sees on the board that it went on.
+        self.board.begin_step()
         self._finish_step()
         self.steps.begin_step()
         began_s = self.clock.now_s()
@@ -349,8 +351,6 @@ class Job:
         is_own = not isinstance(batch, Batch)
         if is_own:
             self._check_own_batch()
-        # A rank that waits in `save` or `load` for this one sees on the board that it went on.
-        self.board.begin_step()
         if is_own:
             tensors = moved(batch, self.device, self.workload.precision == "float64")
             batch = Batch([tensors], range(self.position, self.position))  # the position in the data order stays
@@ -1162,6 +1162,7 @@ class Job:
         """
         if self.unchecked:
             self.unchecked = False
+            self.board.begin_collective()
             self.paths.end_step()
             self._compare_ranks(now=self.step_number == self.total_steps)  # a short job may save nothing
         late, self.late = self.late, None

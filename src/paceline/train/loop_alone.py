@@ -25,6 +25,7 @@ from paceline.train.one_process import (
     TOLERANCES,
     UPDATE_TOLERANCE,
     Found,
+    clip,
     first_buffer_difference,
     first_gradient_difference,
     first_update_difference,
@@ -143,7 +144,7 @@ class LoopAlone:
         loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
     def _clip(self, max_norm: float, optimizer: torch.optim.Optimizer | None = None) -> float:
-        return float(torch.nn.utils.clip_grad_norm_(self._parameters(optimizer).values(), max_norm))
+        return clip(self._parameters(optimizer), max_norm)
 
     def _gradients(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, torch.Tensor]:
         found = {}

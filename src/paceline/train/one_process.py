@@ -87,7 +87,7 @@ def first_update_difference(
     for name, value in here.items():
         scale = max(updates[name], floor * total)
         rounding = _ROUNDING_OF_VALUES * _epsilon(value) * _norm(value)
-        distance = _norm(_wide(value) - _wide(ranks[name]))
+        distance = _norm(_difference(value, ranks[name]))
         if distance <= tolerance * scale + rounding:
             continue
         relative = distance / scale if scale else math.inf
@@ -101,7 +101,7 @@ def first_buffer_difference(
 ) -> Found | None:
     """Return the first buffer that is another one, relative to its norm."""
     for name, value in here.items():
-        distance = _norm(_wide(value) - _wide(ranks[name]))
+        distance = _norm(_difference(value, ranks[name]))
         scale = max(_norm(value), _norm(ranks[name]))
         if not distance <= tolerance * scale:
             return Found("buffer", name, distance / scale if scale else math.inf)
@@ -112,7 +112,10 @@ def _difference(first: torch.Tensor | None, second: torch.Tensor | None) -> torc
     if first is None or second is None:
         present = first if second is None else second
         return torch.zeros(()) if present is None else present
-    return _wide(first) - _wide(second)
+    one, other = _wide(first), _wide(second)
+    # An infinity is no difference from itself, and a NaN is none from another.
+    is_same = (one == other) | (one.isnan() & other.isnan())
+    return torch.where(is_same, 0.0, one - other)
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -175,6 +178,15 @@ def set_gradients(parameters: Mapping[str, torch.nn.Parameter], gradients: Mappi
             parameter.grad = gradients[name].clone().to_sparse(1)
         else:
             parameter.grad = gradients[name].clone()
+
+
+def clip(parameters: Mapping[str, torch.nn.Parameter], max_norm: float) -> float:
+    """Clip gradients, sparse ones too, by the norm of all of them; return the norm."""
+    gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
+    norm = math.sqrt(sum(_norm(gradient) ** 2 for gradient in gradients))
+    for gradient in gradients:
+        gradient.mul_(min(1.0, max_norm / (norm + 1e-6)))  # 1e-6 as in torch.nn.utils.clip_grad_norm_
+    return norm
 
 
 def same_numbers(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:

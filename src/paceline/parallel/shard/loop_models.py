@@ -241,7 +241,9 @@ class LoopShards:
                 for part in parts_of(optimizer):
                     state = part.state.get(parameter, {})
                     for key, value in state.items():
-                        if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim():
+                        if not isinstance(value, torch.Tensor) or is_part(value):  # rows, from a checkpoint
+                            continue
+                        if value.shape == parameter.shape and value.dim():
                             state[key] = shard.rows_of(name, value).clone()
 
     def open_backward(self, loss: torch.Tensor, is_padding: bool) -> None:
