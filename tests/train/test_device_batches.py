@@ -10,6 +10,7 @@ import functools
 import gc
 import itertools
 import queue
+import threading
 import time
 import weakref
 from collections import namedtuple
@@ -532,7 +533,10 @@ def loop_over(workers, steps=None):
     job: Any = SimpleNamespace(device=CPU, to_float64=False, step_number=0, data_part=0, **dict.fromkeys(names, print))
     job.mesh = SimpleNamespace(data_size=1)
     job.end_step = lambda goes_on=False: None
-    job.take = lambda part: None
+    job.take = lambda *given: None
+    job.alone = None
+    job.taken = SimpleNamespace(thread=threading.get_ident())
+    job.first_step = SimpleNamespace(begin_loop=lambda job: None)
     cut = CutLoader(DataLoader(Drawn(), batch_size=5, shuffle=True, num_workers=workers), 7)
     return loop_job.LoopLoader(job, cut), cut
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -107,6 +107,10 @@ class AxisComm:
     def size(self) -> int:
         """Ranks on the axis."""
         return len(self.peers)
+
+    def aside(self) -> AxisComm:
+        """Return the same axis with a ledger of its own, for checks: a plan's predicted traffic is that of training."""
+        return replace(self, ledger=Ledger())
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
         """Replace `tensor` (any shape, contiguous) on every rank by its sum, mean, min, max or product."""

@@ -94,6 +94,7 @@ def profile_loop(script: str, plan: Plan, rank: int = 0, device: str = "cpu") ->
     """
     check_plan_of_loop(plan)
     check_can_try(plan)
+    plan = replace(plan, check="off")  # there are no other ranks with which a step could be compared
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // plan.world_size))  # as `paceline run` shares them out
     recorders: list[LoopRecorder] = []
     with contextlib.ExitStack() as stack, fake_world(rank, plan.world_size):
@@ -146,9 +147,7 @@ def _be_rank(plan: Plan, rank: int) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     size = plan.world_size
     os.environ.update(variables_of(LauncherPosition(rank, size, rank, size, master=_NOWHERE)))
-    os.environ["PACELINE_PLAN"] = json.dumps(
-        asdict(replace(plan, check="off"))
-    )  # a Trainer asks it how large a batch is
+    os.environ["PACELINE_PLAN"] = json.dumps(asdict(plan))  # a Trainer asks it how large a batch is
 
 
 @contextmanager

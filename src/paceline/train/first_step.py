@@ -205,7 +205,7 @@ class FirstStep:
             self.recorder = None
         flags = torch.tensor([int(name in gradients) for name in forms])
         if not _are_whole(job):
-            job.world.all_reduce(flags)
+            job.world.aside().all_reduce(flags)
         present = {name: form for (name, form), flag in zip(forms.items(), flags.tolist(), strict=True) if flag}
         for name, value in _whole(job, present, gradients).items():
             found[GRADIENT + name] = value
@@ -351,7 +351,7 @@ def _agree(job: Job, is_possible: bool) -> bool:
     """Return what rank 0 thinks of it. Collective, but for workers of servers."""
     flag = torch.tensor([int(is_possible)])
     if job.parallel.placement != SERVERS:
-        job.world.broadcast(flag)
+        job.world.aside().broadcast(flag)
     return bool(flag)
 
 
@@ -370,7 +370,7 @@ def _whole(job: Job, forms: Forms, parts: Mapping[str, LocalTensor]) -> dict[str
                 found[name] = part.tensor.clone()
             continue
         whole = torch.empty(shape, dtype=dtype)
-        put_together(whole, part, job.world)
+        put_together(whole, part, job.world.aside())
         if job.rank == 0:
             found[name] = whole
     return found
@@ -382,7 +382,7 @@ def _states(job: Job) -> list[torch.Tensor]:
     if job.parallel.placement == SERVERS:  # there is nothing between workers
         return [own] * job.mesh.data_size
     by_part: dict[int, torch.Tensor] = {}
-    for rank, state in zip(job.world.peers, job.world.all_gather(own), strict=True):
+    for rank, state in zip(job.world.peers, job.world.aside().all_gather(own), strict=True):
         by_part.setdefault(job.mesh.data_part(rank), state)
     return [by_part[part] for part in sorted(by_part)]
 

@@ -1090,8 +1090,8 @@ class Job:
         self.first_step = FirstStep()
         self.kept = KeptObjects(self.world, self.notice)
         self.kept.add_extra_state(self.model, is_checked=self.run_dir is not None)
-        self.replicas = Replicas(self.world, self._shared)
-        self.paths = Paths(self.comm, self.notice)
+        self.replicas = Replicas(self.world.aside(), self._shared)
+        self.paths = Paths(self.comm.aside(), self.notice)
         if self.plan.is_compiled or has_compiled(self.model):
             self.paths.leave_out()
         self.has_own_batches = False

@@ -57,7 +57,12 @@ class RankDraws(TorchDispatchMode):
         is_drawing = torch.Tag.nondeterministic_seeded in function.tags
         if not is_drawing and not name.startswith("random") and name not in _UNTAGGED:
             return function(*args, **kwargs)
-        if kwargs.get("dropout_p", 1.0) == 0.0 or kwargs.get("generator") is not None:
+        names = [argument.name for argument in function._schema.arguments]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if "dropout_p" in given:  # attention in one kernel: its draws are not to be had
+            self.is_certain &= given["dropout_p"] == 0.0
+            return function(*args, **kwargs)
+        if given.get("generator") is not None:
             return function(*args, **kwargs)
         number = torch.initial_seed() - _SEED
         if not 0 <= number <= len(self.before):  # the model seeds torch itself
