@@ -30,7 +30,8 @@ FIRST_STEPS = 3  # code that makes ranks differ does so from the beginning, most
 COMPARED_EVERY = 100  # steps: reading every bit once takes a part of one step, so here under a hundredth
 _SEED = 0x5EED
 _MOST = 2**63 - 1
-_AT_ONCE = 2**17  # numbers of 64 bits
+_AT_ONCE_ON_HOST = 2**13  # numbers of 64 bits: 64 KiB, no more than a step's own peak has over its end
+_AT_ONCE = 2**17  # on a GPU: fewer kernels
 _SMALL_BYTES = 2**16  # tensors up to it are read together: each by itself would take longer than its bytes
 _NAMED = 3  # tensors that an error names
 
@@ -123,6 +124,7 @@ class Replicas:
         for device in dict.fromkeys(device for device, _ in sums):
             reads[device] = _reader([value for (of, _), value in sums.items() if of == device])
         groups = [(device, _number_of(f"{device.type} {holders}")) for device, holders in sums]
+        _weights.cache_clear()  # memory that training has no use for
 
         def rows() -> list[list[int]]:
             numbers = {device: iter(read()) for device, read in reads.items()}
@@ -182,7 +184,7 @@ def digest_of(*tensors: torch.Tensor) -> torch.Tensor:
     joined = flat[0] if len(flat) == 1 else torch.cat(flat)
     end = joined.numel() // 8 * 8
     total = _weighted(joined[end:].to(torch.int64))
-    for number, words in enumerate(joined[:end].view(torch.int64).split(_AT_ONCE)):
+    for number, words in enumerate(joined[:end].view(torch.int64).split(_at_once(joined.device))):
         # Sums are taken modulo 2**64, so a word's highest bits count little in the first one.
         total = total + (_weighted(words) + _weighted(words >> 32) * 3) * (2 * number + 1)
     return total
@@ -201,10 +203,14 @@ def _weighted(words: torch.Tensor) -> torch.Tensor:
     return torch.dot(words, weights) if words.device.type == "cpu" else (words * weights).sum()
 
 
+def _at_once(device: torch.device) -> int:
+    return _AT_ONCE_ON_HOST if _is_host(device) else _AT_ONCE
+
+
 @cache
 def _weights(device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(_SEED)
-    return torch.randint(-_MOST, _MOST, (_AT_ONCE,), dtype=torch.int64, generator=generator).to(device) | 1
+    return torch.randint(-_MOST, _MOST, (_at_once(device),), dtype=torch.int64, generator=generator).to(device) | 1
 
 
 @cache
