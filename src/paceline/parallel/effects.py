@@ -15,6 +15,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import BuiltinMethodType
 from typing import Any
 
@@ -26,6 +27,8 @@ from paceline.nouns.errors import WorkloadError
 from paceline.nouns.mesh import GRAPH_AXES, Mesh
 from paceline.nouns.plan import Plan
 from paceline.parallel.optimizer_parts import parts_of
+
+_PACKAGE = Path(__file__).parents[1]
 
 ALONE = "one rank"  # whole tensors, and the whole batch
 REPLICAS = "replicate"  # whole tensors, a part of the batch
@@ -178,7 +181,11 @@ def is_own_hook(hook: Any) -> bool:
     """Return whether a hook is Paceline's."""
     if isinstance(hook, BuiltinMethodType):  # a list's `append`, which notes what a backward pass reaches
         return True
-    return str(getattr(_function_of(hook), "__module__", "")).startswith("paceline.")
+    function = _function_of(hook)
+    if str(getattr(function, "__module__", "")).startswith("paceline."):
+        return True
+    code = getattr(function, "__code__", None)  # a module of the package that runs as a process is named __main__
+    return code is not None and Path(code.co_filename).is_relative_to(_PACKAGE)
 
 
 def _function_of(hook: Any) -> Any:

@@ -198,7 +198,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def _weighted(words: torch.Tensor) -> torch.Tensor:
     """Return the sum of numbers times weights that depend on their places, modulo 2**64."""
-    weights = _weights(words.device)[: words.numel()]
+    weights = _weights(words.device, words.numel())
     # On a CPU without memory for the products; torch has no such sum of integers on GPUs.
     return torch.dot(words, weights) if words.device.type == "cpu" else (words * weights).sum()
 
@@ -208,9 +208,9 @@ def _at_once(device: torch.device) -> int:
 
 
 @cache
-def _weights(device: torch.device) -> torch.Tensor:
+def _weights(device: torch.device, size: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(_SEED)
-    return torch.randint(-_MOST, _MOST, (_at_once(device),), dtype=torch.int64, generator=generator).to(device) | 1
+    return torch.randint(-_MOST, _MOST, (size,), dtype=torch.int64, generator=generator).to(device) | 1
 
 
 @cache
