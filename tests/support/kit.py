@@ -71,12 +71,14 @@ def _make_reference(subject: Any, precision: str, steps: int) -> Path:
 def run(rank, subject, mutant, runs, folder):
     """The runs of one rank, with a mutant switched on; nothing of the product knows it."""
     from paceline.comm import api
+    from paceline.train.replicas import Replicas
     from paceline.verify.ranks.rank_main import _RankRun
     from paceline.verify.ranks.trace import Trace
 
     api.init()
     if mutant is not None:
         MUTANTS[mutant].switch_on()
+        Replicas.is_due = lambda *_: False  # it would stop the run before the verifier has what it judges
     for one in runs:
         with (Path(folder) / f"{one['name']}-trace-{rank}.jsonl").open("w") as file:
             api.world().comm.ledger = trace = Trace(file=file)
