@@ -294,8 +294,8 @@ import os, sys
 import torch
 torch.set_default_dtype(torch.float64)
 plain_take = LoopJob.take
-def take(job, part):
-    plain_take(job, part)
+def take(job, part, batch=None):
+    plain_take(job, part, batch)
     if part is not None and job.rank == 0:
         ids = part.batch["input_ids"]
         with open(os.environ["SEEN"], "a") as file:
@@ -324,6 +324,7 @@ def test_a_job_that_is_killed_in_either_phase_sees_each_batch_once(tmp_path, at,
         ended = paceline(
             tmp_path, "run", "--plan", plan, "--job", name, *flags, file, *words, SEEN=str(seen), **environment
         )
+        assert seen.exists(), ended.err
         return ended, sorted({line for line in seen.read_text().splitlines()}, key=lambda line: int(line.split()[0]))
 
     ended, expected = run("whole")

@@ -140,7 +140,12 @@ tensor = torch.ones(4, 2)
 if "prepare(" in codes[0]:
     names = {"paceline": paceline, **fresh()}
     for code in codes:
-        exec(code, names)
+        exec(code if code.startswith("job, ") else f"job, model, optimizer = {code}", names)
+    job, model, optimizer = (names[name] for name in ("job", "model", "optimizer"))
+    for (inputs,) in names["loader"]:
+        optimizer.zero_grad()
+        job.backward(model(inputs).pow(2).mean(), weight=4)
+        optimizer.step()
 else:
     made = fresh()
     job, model, optimizer, loader = paceline.prepare(made["model"], made["optimizer"], made["loader"])

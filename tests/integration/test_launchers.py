@@ -258,9 +258,9 @@ def ranks_on(hosts, name):
     found = []
     for pid in map(int, listed):
         with contextlib.suppress(psutil.Error):
-            process = psutil.Process(pid)
-            parent = " ".join(process.parent().cmdline()) if process.parent() else ""
-            if "paceline.run.rank.forkserver" in parent:
+            parents = psutil.Process(pid).parents()
+            # What a rank forks, such as the process with which it compares its first step, has its command line.
+            if ["paceline.run.rank.forkserver" in " ".join(each.cmdline()) for each in parents[:2]] == [True, False]:
                 found.append(pid)
     return found
 

@@ -22,7 +22,11 @@ from support.ranks import run_ranks
 from support.sample import COMPLETE, INTEGRATION, is_sampled
 
 # A router's loss compares samples that other ranks have.
-REFUSED = {(name, f"{axis}=2,expert=2") for name in ("counted", "mixtral", "looped") for axis in ("replicate", "shard")}
+REFUSED = {
+    (name, f"{axis}=2,expert=2")
+    for name in ("counted", "binned", "mixtral", "looped")
+    for axis in ("replicate", "shard")
+}
 REFUSED.add(("looped", "expert=4"))  # five experts leave one of four ranks without any
 TWO = ("expert=2", "context=2")
 FOUR = (

@@ -91,7 +91,7 @@ def _take(rank, file, plan, steps):
     paceline.init()
     seed_everything(0)
     # A comparison of the ranks' parameters takes memory between steps, which nobody predicts: at most 64 KiB a time.
-    with patched(paceline, prepare=prepare), patched(Replicas, is_due=lambda *_: False):
+    with patched(paceline, prepare=prepare), patched(Replicas, after_step=lambda *_: None):
         try:
             runpy.run_path(file, run_name="__main__")
             watches[0].job.close(save=False)

@@ -172,7 +172,7 @@ def clipping_by_the_local_norm():
 # --- replicate
 
 
-@mutant("replicate=2", collective="on replicate")
+@mutant("replicate=2", culprit="the gradient of what the model makes is wrong")
 def wrong_share_of_the_mean():
     from paceline.parallel.step_stats import StepStatsReducer
 

@@ -13,6 +13,7 @@ from torch import nn
 import paceline
 from paceline.nouns.errors import PacelineError
 from paceline.nouns.plan import Plan
+from paceline.train.job import close_open_jobs
 
 from support.kit import make
 from support.mutants import MUTANTS
@@ -75,6 +76,22 @@ def test_a_seeded_fault_stops_the_job(name):
     assert isinstance(said, str), said
     assert "the ranks' first step should be that of one process" in said
     assert "--no-check trains on" in said
+
+
+def first_step_alone(rank):
+    """The notices of a job without a run directory, of which nobody holds more than its first step."""
+    os.environ["PACELINE_PLAN"] = json.dumps(asdict(Plan.parse("replicate=2")))
+    said = []
+    job = paceline.distribute(make("decoder"))
+    job.notice = lambda text, everywhere=False: said.append(text)
+    job.step(next(job.batches()))
+    del job
+    close_open_jobs()
+    return said
+
+
+def test_a_job_that_is_not_closed_says_the_result_at_its_end():
+    assert run_ranks(2, first_step_alone)[0][-1] == EQUAL
 
 
 class Noisy(nn.Module):

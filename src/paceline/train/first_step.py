@@ -11,16 +11,18 @@ gradients); twice the states of the ranks' generators.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from paceline.checkpoint.manifest import MODEL, read_manifest
+from paceline.checkpoint.manifest import MODEL
 from paceline.checkpoint.reshard import LocalTensor
 from paceline.comm import api
 from paceline.comm.batch_norm import without_sync
@@ -29,8 +31,10 @@ from paceline.comm.dtypes import widen
 from paceline.comm.ledger import Ledger
 from paceline.comm.process_group import RankInfo
 from paceline.comm.shared_memory import Slot
+from paceline.nouns.control_group import available_bytes
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.order import share
+from paceline.nouns.patching import patched
 from paceline.nouns.shard_spec import LocalShard, ShardSpec
 from paceline.parallel.effects import ALONE, OWNERS, REPLICAS, SERVERS, SHARDS
 from paceline.parallel.micro_batches import checked_loss
@@ -57,6 +61,7 @@ from paceline.train.one_process import (
     first_update_difference,
     gradients_of,
     is_rounding,
+    load_whole_state,
     other_generators,
     own_batch_norms,
     same_numbers,
@@ -75,7 +80,8 @@ if TYPE_CHECKING:
 LEAST_S = 2.0  # that the process may compute
 _SHARE = 0.02  # of the job's predicted time, that it may
 _STUCK_S = 5.0  # without computing: it waits for something that it does not have
-_MOST_BYTES = 2**31  # of the model: more takes long to put together and to compute
+_MOST_BYTES = 2**31  # of the model: more takes long to compute
+_MOST_BYTES_OF_PARTS = 2**27  # of a model of which ranks have parts: rank 0 puts it together, by three sums of it
 _COPIES = 8  # of the model: values, gradients, an optimizer's state and the memory that both processes see
 _SERVER_TOLERANCE = 5e-2  # of an update that is made of this process's own gradients
 
@@ -111,13 +117,11 @@ class FirstStep:
         if reason:
             job.notice(f"first step not checked: {reason}")
             return
-        self.forms = _forms(job)
-        if not _agree(job, _has_memory(job, self.forms)):
-            job.notice(
-                f"first step not checked: there is no memory for a second copy of the model; {_verify(job)} checks a "
-                "smaller one"
-            )
+        forms = _forms(job)
+        if not _agree(job, _has_memory(job, forms)):
+            job.notice(f"first step not checked: {_no_memory(job)}")
             return
+        self.forms = forms
         values = _whole(job, self.forms, _model_parts(job))
         states = _states(job)
         if job.parallel.has_gradients:
@@ -128,6 +132,7 @@ class FirstStep:
             self.shared = _shared(self.forms, states)
             step = partial(_compare_workload, job, batch, values, states, self.shared)
             self.process = ForkedProcess(step)
+            _keep(self, job)
 
     def begin_loop(self, job: LoopJob) -> LoopAlone | None:
         """As a loop gets its first batch: fork the process that runs on with whole batches. Collective then.
@@ -143,7 +148,7 @@ class FirstStep:
         reason = why_not_loop(job)
         forms = _forms(job)
         if not reason and not _agree(job, _has_memory(job, forms)):
-            reason = f"there is no memory for a second copy of the model; {_verify(job)} checks a smaller one"
+            reason = _no_memory(job)
         if reason:
             job.notice(f"first step not checked: {reason}")
             return None
@@ -156,6 +161,7 @@ class FirstStep:
             if self.process.is_here:
                 be_alone()
                 return LoopAlone(job, self.process, self.shared, states)
+            _keep(self, job)
         return None
 
     def update_of_loop(self, job: LoopJob, number: int) -> None:
@@ -244,6 +250,7 @@ class FirstStep:
         """End the process."""
         if self.process is not None:
             self.process.end()
+            _pending.pop(self, None)
         self.process = self.shared = None
 
     def _limit_s(self, job: Job) -> float:
@@ -253,6 +260,36 @@ class FirstStep:
             return LEAST_S
         step_s = (job.clock.now_s() - self.began_s) / steps
         return max(LEAST_S, _SHARE * step_s * job.total_steps)
+
+
+_pending: dict[FirstStep, Job] = {}  # held, as nothing else may hold a job whose loop has ended
+
+
+def _keep(comparison: FirstStep, job: Job) -> None:
+    """Say the result at the process's end at the latest: a job without a run directory may not be closed by anybody."""
+    if not _pending:
+        atexit.unregister(_finish_at_exit)
+        atexit.register(_finish_at_exit)
+    _pending[comparison] = job
+
+
+def finish_pending() -> None:
+    """Wait for the results that have not been said, and say them.
+
+    Raises:
+        WorkloadError: a job's first step is not that of one process.
+    """
+    for comparison, job in list(_pending.items()):
+        comparison.poll(job, waits=True)
+
+
+def _finish_at_exit() -> None:
+    try:
+        finish_pending()
+    except WorkloadError as error:  # raised here it would not change the exit code
+        print(f"paceline: {error}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(1)
 
 
 class _Gradients(StepObserver):
@@ -341,10 +378,13 @@ def _forms(job: Job) -> Forms:
 
 
 def _has_memory(job: Job, forms: Forms) -> bool:
-    import psutil
-
     nbytes = sum(int(torch.Size(shape).numel()) * dtype.itemsize for shape, dtype in forms.values())
-    return nbytes <= _MOST_BYTES and _COPIES * nbytes <= psutil.virtual_memory().available
+    most = _MOST_BYTES if _are_whole(job) else _MOST_BYTES_OF_PARTS
+    return nbytes <= most and _COPIES * nbytes <= available_bytes()
+
+
+def _no_memory(job: Job) -> str:
+    return f"one process can't hold or compute the whole model beside the ranks; {_verify(job)} checks a smaller one"
 
 
 def _agree(job: Job, is_possible: bool) -> bool:
@@ -399,6 +439,7 @@ def _shared(forms: Forms, states: list[torch.Tensor]) -> SharedTensors:
 
 def be_alone() -> None:
     """Make the world of this process, which is forked from a rank, one of one rank."""
+    _pending.clear()
     info = RankInfo()
     api._world[:] = [api.World(info, AxisComm("world", 0, (0,), None, Ledger()))]
     # A message of this process would be taken for the rank's.
@@ -519,7 +560,11 @@ class _WorkloadStep:
         with draws:
             for batch, samples in batches:
                 draws.samples = samples
-                with autocast(self.workload.precision, "cpu"):
+                # Code may ask whether it is compiled, and compute otherwise then.
+                asked = (
+                    patched(torch.compiler, is_compiling=lambda: True) if self.job.plan.is_compiled else nullcontext()
+                )
+                with autocast(self.workload.precision, "cpu"), asked:
                     total, own = checked_loss(self.workload.loss(model, batch))
                 losses.append((total, samples))
                 weight += float(own)
@@ -577,7 +622,9 @@ class _WorkloadStep:
         if found is not None:
             return found
         statistics, others = sort_buffers(self.model, values)
-        found = first_buffer_difference(statistics, values, tolerance)
+        # Where ranks cut their parts into micro-batches they do not share statistics.
+        are_shared = self.workload.micro_batch_size is None or len(self.parts) == 1
+        found = first_buffer_difference(statistics, values, tolerance) if are_shared else None
         if found is not None:
             return Found("statistics", found.name, found.distance)
         return first_buffer_difference(others, values, tolerance)
@@ -619,12 +666,8 @@ class _WorkloadStep:
     def _optimizer(self) -> Any:
         """Make the optimizer, with the state and the settings that the ranks' has."""
         optimizer = as_one(self.workload.optimizer(self.model))
-        folder = self.job.loaded_folder
-        if folder is not None:
-            manifest = read_manifest(folder)
-            alone = AxisComm("world", 0, (0,), None, Ledger())
-            tensors = snapshot.read_state(folder, manifest, self.model, {}, alone)
-            snapshot.restore_optimizer(self.model, optimizer, tensors, manifest["optimizer"], {})
+        if self.job.loaded_folder is not None:
+            load_whole_state(self.job.loaded_folder, self.model, optimizer)
         for own, ranks in zip(groups_of(optimizer), groups_of(self.job.optimizer), strict=True):
             own.update({key: value for key, value in ranks.items() if key != "params"})
         for made, theirs in zip(parts_of(optimizer), parts_of(self.job.optimizer), strict=True):

@@ -46,7 +46,7 @@ from paceline.train.count_memory import count_memory
 from paceline.train.data import Batch, no_data, open_data
 from paceline.train.device_batches import moved
 from paceline.train.events import VERSION, open_events, peak_memory_bytes, restart_fact
-from paceline.train.first_step import FirstStep
+from paceline.train.first_step import FirstStep, finish_pending
 from paceline.train.generate_job import generate_with, whole_model
 from paceline.train.kept import SETTINGS, KeptObjects
 from paceline.train.last_checkpoint import first_failure
@@ -303,6 +303,7 @@ class Job:
             self.has_taken = True
             yield batch
             self._finish_step()
+        self.first_step.poll(self, waits=True)
 
     def step(self, batch: Any) -> float:
         """Take one optimizer step; return the mean loss of the global batch, the same on every rank.
@@ -1402,6 +1403,7 @@ def current_step() -> int | None:
 
 def close_open_jobs() -> None:
     """End the jobs that the workload's file left open; the worker calls this after it."""
+    finish_pending()
     # Taken out first: a `close` that raises is not tried again.
     while _run_jobs:
         of_run = _run_jobs.pop()

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
-from paceline.parallel.effects import is_own_hook
-from paceline.parallel.optimizer_parts import parts_of
+from paceline.parallel.effects import OWNERS, is_own_hook
+from paceline.parallel.optimizer_parts import groups_of, parts_of
 from paceline.train.device_batches import moved
 from paceline.train.forked_process import ForkedProcess, SharedTensors
 from paceline.train.loop_loader import CutLoader, Place, load_pass
@@ -29,6 +30,7 @@ from paceline.train.one_process import (
     first_buffer_difference,
     first_gradient_difference,
     first_update_difference,
+    load_whole_state,
     other_generators,
     own_batch_norms,
     same_numbers,
@@ -77,6 +79,8 @@ class LoopAlone:
         """Have the loop's objects compute by themselves."""
         job: Any = self.job
         own_batch_norms(job.model)
+        if job.parallel.placement == OWNERS and job.loaded_folder is not None:
+            self._load_whole_state(job.loaded_folder)
         job.parallel.gradient_hooks.give_back()
         for number, optimizer in enumerate(job.objects.optimizers, 1):
             self._watch(number, optimizer)
@@ -90,6 +94,13 @@ class LoopAlone:
         job.end_step = job.settle = job.notice = lambda *arguments, **named: None
         for name in _ENDS:
             setattr(job, name, self._leave)
+
+    def _load_whole_state(self, folder: Path) -> None:
+        optimizer = self.job.optimizer
+        settings = [{key: value for key, value in group.items() if key != "params"} for group in groups_of(optimizer)]
+        load_whole_state(folder, self.job.model, optimizer)
+        for group, values in zip(groups_of(optimizer), settings, strict=True):
+            group.update(values)  # the loop may have changed them since
 
     def _watch(self, number: int, optimizer: torch.optim.Optimizer) -> None:
         for part in parts_of(optimizer):

@@ -16,12 +16,17 @@ import random
 import sys
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
+from paceline.checkpoint.manifest import read_manifest
 from paceline.comm.batch_norm import SharedForward
+from paceline.comm.collectives import AxisComm
+from paceline.comm.ledger import Ledger
+from paceline.train import snapshot
 
 # Of a tensor's norm. Float32 keeps six digits of a sum, of which deep models lose two or three.
 TOLERANCES = {"float64": 1e-7, "float32": 2e-3, "bf16": 5e-2, "fp16": 2e-2}
@@ -212,3 +217,20 @@ def other_generators() -> tuple[Any, ...]:
     numpy: Any = sys.modules.get("numpy")
     _, keys, place, *_ = numpy.random.get_state() if numpy else (None, b"", 0)
     return random.getstate(), bytes(keys), place
+
+
+def load_whole_state(folder: Path, model: torch.nn.Module, optimizer: Any) -> None:
+    """Give an optimizer the state of all parameters that a checkpoint has. A rank may have that of its own only.
+
+    Args:
+        folder: the checkpoint.
+        model: whole.
+        optimizer: of the whole model.
+
+    Raises:
+        CheckpointError: the checkpoint does not fit the optimizer.
+    """
+    manifest = read_manifest(folder)
+    alone = AxisComm("world", 0, (0,), None, Ledger())
+    tensors = snapshot.read_state(folder, manifest, model, {}, alone)
+    snapshot.restore_optimizer(model, optimizer, tensors, manifest["optimizer"], {})

@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef  # type: ignore[attr
 from paceline.comm.pytree import tensors_in
 from paceline.train.loop_loader import Part
 
-_MARK = "paceline.batch"  # in the metadata of a node of the autograd graph
+_MARK = "paceline batch"  # in the metadata of a node of the autograd graph
 _MOST_NODES = 256  # of a graph that are looked at: a loss is computed in few, and models that are called have marks
 
 

@@ -22,6 +22,7 @@ from paceline.doctor.probe.accelerators import look_at_accelerators
 from paceline.doctor.probe.disk import look_at_folder, look_for_leftovers, mount_of
 from paceline.doctor.probe.network import is_clock_synchronised, look_at_network
 from paceline.launch.command import is_secret
+from paceline.nouns.control_group import cgroup_folders, cgroup_memory, text_of
 from paceline.nouns.reading import parse_whole
 
 # Variables that change how training runs. Nothing else of the environment is read or sent: it may hold secrets.
@@ -30,9 +31,6 @@ _NAMES = (
     *("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     *("LD_PRELOAD", "TMPDIR", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
 )
-_NO_LIMIT = 2**60  # cgroup v1 writes its "no limit" as a number near 2^63
-# Files of the limit and of what is used, of cgroup versions 2 and 1.
-_CGROUP_MEMORY = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +80,7 @@ def look(question: Question, root: Path = Path("/")) -> HostFacts:
         temporary=look_at_folder(tempfile.gettempdir(), is_timed=False),
         limits=look_at_limits(root),
         is_clock_synchronised=is_clock_synchronised(),
-        boot=_text(root / "proc/sys/kernel/random/boot_id"),
+        boot=text_of(root / "proc/sys/kernel/random/boot_id"),
         environment=environment,
         missing_preloads=missing_preloads(environment.get("LD_PRELOAD", "")),
         leftovers=look_for_leftovers(root, Path(tempfile.gettempdir())),
@@ -113,35 +111,13 @@ def _cgroup_cores(root: Path) -> float | None:
     """Return the lowest limit on this process's time, in cores: microseconds of a quota over those of its period."""
     limits = []
     for folder in cgroup_folders(root, "cpu"):
-        version_2 = _text(folder / "cpu.max").split()  # "200000 100000", or "max 100000" without a limit
-        version_1 = [_text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")]  # -1: no limit
+        version_2 = text_of(folder / "cpu.max").split()  # "200000 100000", or "max 100000" without a limit
+        version_1 = [text_of(folder / "cpu.cfs_quota_us"), text_of(folder / "cpu.cfs_period_us")]  # -1: no limit
         for texts in (version_2, version_1):
             numbers = [parse_whole(text, 1) for text in texts]  # None for what is no number of 1 or more
             if len(numbers) == 2 and numbers[0] and numbers[1]:
                 limits.append(numbers[0] / numbers[1])
     return min(limits, default=None)
-
-
-def cgroup_folders(root: Path, controller: str) -> list[Path]:
-    """Return the folders of this process's control group and of those around it: a limit of any of them holds.
-
-    Source: cgroups(7). A line of /proc/self/cgroup is "0::/path" in version 2, "4:cpu,cpuacct:/path" in version 1.
-    """
-    folders = []
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        if line.count(":") < 2:
-            continue
-        number, controllers, path = line.split(":", 2)
-        if number == "0":
-            top = root / "sys/fs/cgroup"
-        elif controller in controllers.split(","):
-            top = root / "sys/fs/cgroup" / controllers
-        else:
-            continue
-        group = top / path.lstrip("/")
-        folders.append(group)
-        folders += [parent for parent in group.parents if parent.is_relative_to(top)]
-    return folders
 
 
 def look_at_memory(root: Path) -> MemoryFacts:
@@ -154,8 +130,8 @@ def look_at_memory(root: Path) -> MemoryFacts:
         total, available = memory.total, memory.available
         swap, swap_used = psutil.swap_memory()[:2]  # total and used
     # Such as "always [madvise] never": the brackets show the setting.
-    pages = _text(root / "sys/kernel/mm/transparent_hugepage/enabled")
-    limit, used = _cgroup_memory(root)
+    pages = text_of(root / "sys/kernel/mm/transparent_hugepage/enabled")
+    limit, used = cgroup_memory(root)
     return MemoryFacts(
         total_bytes=total,
         available_bytes=available,
@@ -165,34 +141,6 @@ def look_at_memory(root: Path) -> MemoryFacts:
         swap_used_bytes=swap_used,
         huge_pages=pages.partition("[")[2].partition("]")[0],
     )
-
-
-def _cgroup_memory(root: Path) -> tuple[int | None, int]:
-    """Return the lowest limit, and the bytes used of it; those that the kernel can drop are not counted."""
-    lowest: int | None = None
-    used_of_lowest = 0
-    for folder in cgroup_folders(root, "memory"):
-        for limit_name, used_name in _CGROUP_MEMORY:
-            limit = parse_whole(_text(folder / limit_name))
-            if limit is None or limit > _NO_LIMIT:
-                continue
-            if lowest is None or limit < lowest:
-                lowest = limit
-                used = parse_whole(_text(folder / used_name)) or 0
-                used_of_lowest = max(0, used - _droppable_bytes(folder))
-    return lowest, used_of_lowest
-
-
-def _droppable_bytes(folder: Path) -> int:
-    """Return a control group's inactive page cache, which the kernel drops before it kills a process."""
-    statistics = {}
-    for line in _text(folder / "memory.stat").splitlines():
-        if line.count(" ") == 1:
-            name, value = line.split()
-            statistics[name] = value
-    # total_* is of version 1, and counts the groups below in.
-    text = statistics.get("inactive_file", statistics.get("total_inactive_file", ""))
-    return parse_whole(text) or 0
 
 
 def look_at_shm(root: Path) -> Shm:
@@ -237,7 +185,7 @@ def look_at_limits(root: Path) -> Limits:
         processes=limit("RLIMIT_NPROC"),
         locked_bytes=limit("RLIMIT_MEMLOCK"),
         core_bytes=limit("RLIMIT_CORE"),
-        core_pattern=_text(root / "proc/sys/kernel/core_pattern"),
+        core_pattern=text_of(root / "proc/sys/kernel/core_pattern"),
     )
 
 
@@ -245,10 +193,3 @@ def missing_preloads(preload: str) -> tuple[str, ...]:
     """Return the files of LD_PRELOAD that don't exist; names without a folder are left to the loader's search."""
     names = preload.replace(":", " ").split()  # ld.so(8) takes both separators
     return tuple(name for name in names if "/" in name and not Path(name).exists())
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace").strip()
-    except (OSError, ValueError):  # ValueError: the name has a null byte
-        return ""
