@@ -33,9 +33,7 @@ def check_draws(verdict: Verdict, ranks: list[RankResult], may_repeat: bool = Fa
         verdict.add("dropout", False, wrong_piece.message)
         verdict.culprit = verdict.culprit or wrong_piece
         return
-    unequal = _unequal_copies(ranks)
-    if unequal:
-        verdict.add("dropout", False, f"with the model's own dropout, copies of {unequal} drift apart between ranks")
+    if _has_unequal_copies(verdict, ranks):
         return
     verdict.add("dropout", True, "parts of the batch and pipeline stages draw their own masks; copies stay equal")
 
@@ -46,9 +44,7 @@ def check_draws_of_loop(verdict: Verdict, ranks: list[RankResult]) -> None:
     if message:
         verdict.add("dropout", False, message)
         return
-    unequal = _unequal_copies(ranks)
-    if unequal:
-        verdict.add("dropout", False, f"with the model's own dropout, copies of {unequal} drift apart between ranks")
+    if _has_unequal_copies(verdict, ranks):
         return
     verdict.add("dropout", True, "each step draws its own masks; copies stay equal")
     for step, drawn in enumerate(zip(*(result.facts["drawn"] for result in ranks), strict=True), 1):
@@ -152,6 +148,14 @@ def _wrong_pieces(ranks: list[RankResult]) -> FirstDifference | None:
                     )
                     return FirstDifference(module, "", "dropout", message)
     return None
+
+
+def _has_unequal_copies(verdict: Verdict, ranks: list[RankResult]) -> bool:
+    """Return whether copies of a parameter drift apart between ranks, and say which."""
+    unequal = _unequal_copies(ranks)
+    if unequal:
+        verdict.add("dropout", False, f"with the model's own dropout, copies of {unequal} drift apart between ranks")
+    return bool(unequal)
 
 
 def _unequal_copies(ranks: list[RankResult]) -> str:

@@ -115,9 +115,9 @@ class _Recorder(StepObserver):
         held = self.job.parallel.held()
         cuts = {name: shard.shard_spec for name, shard in held.items() if not name.startswith(OPTIMIZER)}
         for key, tensor in self.tensors.items():
-            step, _, name, _ = split_key(key)
-            # Before the first call of a model that `tensor` splits its parameters are whole.
-            if name in cuts and not step and tensor.shape == cuts[name].shape:
+            _, _, name, _ = split_key(key)
+            # Before the first call of a model that `tensor` splits its parameters are whole; that may be any step.
+            if name in cuts and tensor.shape == cuts[name].shape:
                 self.tensors[key] = torch.from_numpy(take(tensor.numpy(), cuts[name])).contiguous()
         states = {name.removeprefix(OPTIMIZER): bool(held[name].holders) for name in held.keys() - cuts.keys()}
         self.facts |= {
