@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict
+from functools import partial
 
 import pytest
 import torch
@@ -128,6 +129,35 @@ def workload(**parts):
 
 def noisy():
     return workload(model=Noisy)
+
+
+class Attends(nn.Module):
+    """Attention with a mask for each sample, and noise by a mean of other dimensions."""
+
+    def __init__(self, dropout):
+        super().__init__()
+        self.dropout = dropout
+        self.layer = nn.Linear(6, 36)
+        self.last = nn.Linear(36, 3)
+
+    def forward(self, x):
+        hidden = self.layer(x).view(-1, 2, 6, 3)
+        mask = (x > 0.5)[:, None, None, :].expand(-1, 1, 6, 6).logical_or(torch.eye(6, dtype=torch.bool))
+        mixed = nn.functional.scaled_dot_product_attention(hidden, hidden, hidden, mask, self.dropout)
+        noise = torch.normal(torch.zeros(len(x), 36), torch.full((36,), 0.1))
+        return self.last(mixed.reshape(len(x), 36) + noise)
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_attention_with_a_mask_for_each_sample_is_checked(plan, dropout):
+    said = run_ranks(2, stepped, partial(workload, model=partial(Attends, dropout)), plan)[0]
+    assert said[-1] == EQUAL
+
+
+@pytest.mark.parametrize("name", ["bert", "t5", "gpt2"])
+def test_a_model_of_a_library_is_checked(name):
+    assert run_ranks(2, stepped, name, "replicate=2")[0][-1] == EQUAL
 
 
 def half():

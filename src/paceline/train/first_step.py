@@ -15,7 +15,7 @@ import atexit
 import os
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -285,7 +285,8 @@ def finish_pending() -> None:
 
 def _finish_at_exit() -> None:
     try:
-        finish_pending()
+        with redirect_stdout(sys.stderr):  # the last line of a program's output may be its result
+            finish_pending()
     except WorkloadError as error:  # raised here it would not change the exit code
         print(f"paceline: {error}", file=sys.stderr, flush=True)
         sys.stdout.flush()

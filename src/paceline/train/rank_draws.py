@@ -59,8 +59,8 @@ class RankDraws(TorchDispatchMode):
             return function(*args, **kwargs)
         names = [argument.name for argument in function._schema.arguments]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        if "dropout_p" in given:  # attention in one kernel: its draws are not to be had
-            self.is_certain &= given["dropout_p"] == 0.0
+        if "dropout_p" in names:  # attention in one kernel: its draws are not to be had
+            self.is_certain &= given.get("dropout_p", 0.0) == 0.0
             return function(*args, **kwargs)
         if given.get("generator") is not None:
             return function(*args, **kwargs)
@@ -150,10 +150,13 @@ def _place_of_size(function: Any) -> int:
 
 
 def _part(value: Any, shape: tuple[int, ...], dim: int, start: int, size: int) -> Any:
-    """Return a rank's part of an argument that has the shape of what is drawn, with memory as the rank has it."""
-    if isinstance(value, torch.Tensor) and tuple(value.shape) == shape:
-        return value.narrow(dim, start, size).clone()
-    return value
+    """Return a rank's part of an argument, with memory as the rank has it; all of one that is alike for all samples."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    own = dim - len(shape) + value.dim()  # as shapes are broadcast: from the last dimension
+    if own < 0 or value.shape[own] != shape[dim]:
+        return value
+    return value.narrow(own, start, size).clone()
 
 
 def _together(parts: Sequence[Any], dim: int, written: torch.Tensor | None) -> Any:
