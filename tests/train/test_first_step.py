@@ -155,6 +155,16 @@ def test_attention_with_a_mask_for_each_sample_is_checked(plan, dropout):
     assert said[-1] == EQUAL
 
 
+def uneven():
+    """Of two ranks one has two micro-batches, the other one."""
+    return workload(micro_batch_size=3)
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "shard=2,zero=1"])
+def test_ranks_with_unequal_numbers_of_micro_batches_draw_as_one_process(plan):
+    assert run_ranks(2, stepped, uneven, plan)[0][-1] == EQUAL
+
+
 @pytest.mark.parametrize("name", ["bert", "t5", "gpt2"])
 def test_a_model_of_a_library_is_checked(name):
     assert run_ranks(2, stepped, name, "replicate=2")[0][-1] == EQUAL

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -63,6 +63,13 @@ class ModelAdapter(Protocol):
 
     def forward_backward(self, loss: Any, microbatches: Sequence[Any], hooks: StepHooks, longest: int) -> None:
         """Add up the gradients of the loss sums."""
+
+    @contextmanager
+    def _without_traces(self) -> Iterator[None]:
+        """Keep the buffers and the random generators: one process has no micro-batch that fills up."""
+        devices = {parameter.device for parameter in self.model.parameters() if parameter.is_cuda}
+        with KeptBuffers(self.written_alone()), torch.random.fork_rng(devices=list(devices)):
+            yield
 
     def in_step(self, microbatches: Sequence[Any], longest: int) -> list[Any]:
         """Return `microbatches`, filled up where every rank must run as many."""
@@ -143,13 +150,18 @@ class OwnCode:
             counts = next(real, False)
             if self.shared is not None:
                 self.shared.counts = counts
-            # A micro-batch that fills up must leave no trace: a running mean would take it in, and one process has none
-            # of it.
-            buffers: AbstractContextManager[Any] = nullcontext() if counts else KeptBuffers(self.written_alone())
-            with buffers, self.autocast():
+            kept: AbstractContextManager[Any] = nullcontext() if counts else self._without_traces()
+            with kept, self.autocast():
                 return self.call(loss, batch)
 
         forward_backward(run, filled_up, hooks, len(filled_up) - len(microbatches))
+
+    @contextmanager
+    def _without_traces(self) -> Iterator[None]:
+        """Keep the buffers and the random generators: one process has no micro-batch that fills up."""
+        devices = {parameter.device for parameter in self.model.parameters() if parameter.is_cuda}
+        with KeptBuffers(self.written_alone()), torch.random.fork_rng(devices=list(devices)):
+            yield
 
     def in_step(self, microbatches: Sequence[Any], longest: int) -> list[Any]:
         """Return `microbatches`; where ranks keep pace, with the last one again, or the example, up to the longest."""
