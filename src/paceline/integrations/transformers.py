@@ -654,7 +654,9 @@ class Trainer:
     def _shares(self, job: LoopJob, micro_batches: list[Any]) -> tuple[torch.Tensor, list[float]]:
         """Return the items of this rank's micro-batches, and which share of the step's items each has on all ranks."""
         counts = [self.loss.items(inputs) for inputs in micro_batches]
-        items = torch.zeros(self.args.gradient_accumulation_steps, dtype=torch.float64, device=job.device)
+        # One process that takes a step of all ranks, to compare the first, has the micro-batches of all.
+        number = max(self.args.gradient_accumulation_steps, len(counts))
+        items = torch.zeros(number, dtype=torch.float64, device=job.device)
         assert job.part is not None
         if not job.part.keeps_pace:
             items[: len(counts)] = torch.stack([torch.as_tensor(count, device=job.device) for count in counts]).double()

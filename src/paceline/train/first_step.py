@@ -83,6 +83,7 @@ _STUCK_S = 5.0  # without computing: it waits for something that it does not hav
 _MOST_BYTES = 2**31  # of the model: more takes long to compute
 _MOST_BYTES_OF_PARTS = 2**27  # of a model of which ranks have parts: rank 0 puts it together, by three sums of it
 _COPIES = 8  # of the model: values, gradients, an optimizer's state and the memory that both processes see
+_OWN_BATCHES = "the loop makes its own batches, of which each rank has only its part"
 _SERVER_TOLERANCE = 5e-2  # of an update that is made of this process's own gradients
 
 Forms = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -160,12 +161,17 @@ class FirstStep:
             self.process = ForkedProcess()
             if self.process.is_here:
                 be_alone()
+                _end_with_the_loop(self.process)
                 return LoopAlone(job, self.process, self.shared, states)
             _keep(self, job)
         return None
 
     def update_of_loop(self, job: LoopJob, number: int) -> None:
         """Before an update of a loop's first step: hand the gradients to the process."""
+        if self.is_due:
+            self.is_due = False
+            if job.plan.check != "off" and job.size > 1:
+                job.notice(f"first step not checked: {_OWN_BATCHES}")
         if self.process is None or self.shared is None or not self.forms:
             return
         if number in self.updates:
@@ -273,12 +279,35 @@ def _keep(comparison: FirstStep, job: Job) -> None:
     _pending[comparison] = job
 
 
+_alone: list[ForkedProcess] = []  # this process, where it is one that runs on with a loop
+
+
+def _end_with_the_loop(process: ForkedProcess) -> None:
+    """End this process where the loop, or an error, leaves the user's code: what follows is the rank's to do."""
+    _alone.append(process)
+    sys.excepthook = lambda kind, error, trace: end_alone(error)
+    atexit.register(end_alone)
+
+
+def end_alone(error: BaseException | None = None) -> None:
+    """In a process that is forked from a rank, reply why it has not taken the step, and end; elsewhere do nothing."""
+    if _alone:
+        found = "the loop ends before its first update" if error is None else _not_taken(error)
+        _alone[0].reply({"reason": found})
+
+
+def _not_taken(error: BaseException) -> str:
+    first, *_ = [*str(error).splitlines(), ""]
+    return f"one process can't take it ({type(error).__name__}: {first:.200})"
+
+
 def finish_pending() -> None:
     """Wait for the results that have not been said, and say them.
 
     Raises:
         WorkloadError: a job's first step is not that of one process.
     """
+    end_alone()
     for comparison, job in list(_pending.items()):
         comparison.poll(job, waits=True)
 
@@ -320,7 +349,7 @@ class _Gradients(StepObserver):
 def why_not(job: Job, batch: Batch) -> str:
     """Return why a workload's step can't be compared; "" where it can. The same on every rank."""
     if not len(batch.positions):
-        return "the loop makes its own batches, of which each rank has only its part"
+        return _OWN_BATCHES
     if not job.has_same_data:
         return "the ranks' data sets begin with different samples"
     if type(job.loader) is not RankLoader:
@@ -356,8 +385,8 @@ def why_not_loop(job: LoopJob) -> str:
 
 
 def _verify(job: Job) -> str:
-    file = getattr(sys.modules.get("__main__"), "__file__", None) or "FILE"
-    return f"`paceline verify --plan {job.plan.line()} {Path(file).name}`"
+    file = Path(sys.argv[0]).name if sys.argv else ""  # __main__ is the fork server's once the file has ended
+    return f"`paceline verify --plan {job.plan.line()} {file if file.endswith('.py') else 'FILE'}`"
 
 
 def _are_whole(job: Job) -> bool:
@@ -469,7 +498,7 @@ def _compare_workload(
         wait()
         return step.compare(shared, list(values))
     except Exception as error:  # of the user's code, or a place where one process differs from a rank
-        return {"reason": f"one process can't take it ({type(error).__name__}: {str(error).splitlines()[0]:.200})"}
+        return {"reason": _not_taken(error)}
 
 
 class _WorkloadStep:

@@ -145,7 +145,10 @@ class LoopAlone:
             if not self.has_begun:
                 self.has_begun = True
                 self.draws.__enter__()  # type: ignore[no-untyped-call]
-            yield moved(part.batch, self.job.device, self.job.to_float64)
+            batch = moved(part.batch, self.job.device, self.job.to_float64)
+            self.job.taken.take(part, (cut.number, cut.batch - 1), batch)
+            yield batch
+        self.job.taken.end_pass()
         if self.updated:
             self._finish()
         cut.end_pass()

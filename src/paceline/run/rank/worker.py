@@ -20,6 +20,7 @@ from paceline.nouns.errors import MEETS_NOT, DataError, PacelineError, PeerLostE
 from paceline.run.rank.watchdog import begin_watching
 from paceline.train import job as jobs
 from paceline.train import loop
+from paceline.train.first_step import end_alone
 
 
 def run_rank(script: str, arguments: list[str], stopped_code: int = 0) -> int:
@@ -91,6 +92,7 @@ def failed(error: BaseException, run_dir: Path | None = None) -> int:
         error: what happened.
         run_dir: where; None: the run directory of this rank's variables.
     """
+    end_alone(error)
     error = _explained(error)
     job = jobs.newest()
     if job is not None:

@@ -1,0 +1,53 @@
+"""What the command says of the first step of the loops and Trainers that the pages show."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.jobs import paceline
+from support.shown import ROOT
+
+pytestmark = pytest.mark.integration
+EQUAL = "first step checked: equal to one process"
+OWN_BATCHES = "first step not checked: the loop makes its own batches"
+PARTS = "first step not checked: ranks have parts of the loop's models; `paceline verify --plan replicate=2 distillation.py`"
+SAID = {
+    "lightning/lightning_module.py": EQUAL,
+    "finetune.py": EQUAL,
+    "lora.py": EQUAL,
+    "loops/gan.py": EQUAL,
+    "loops/distillation.py": PARTS,
+    "loops/ppo.py": OWN_BATCHES,
+}
+
+
+@pytest.mark.parametrize("file", SAID)
+def test_the_first_step_of_an_example(tmp_path, file):
+    ended = paceline(tmp_path, "run", "-n", "2", ROOT / "examples" / file)
+    assert ended.code == 0, ended.err
+    (said,) = [line for line in ended.out.splitlines() if "first step " in line]
+    assert SAID[file] in said
+
+
+FAILS_ALONE = """
+import torch
+import paceline
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = torch.utils.data.DataLoader(torch.randn(32, 4), batch_size=8)
+job, model, optimizer, loader = paceline.prepare(model, optimizer, loader)
+for batch in loader:
+    if len(batch) == 8:
+        raise ValueError("a batch of eight\\nrows")
+    optimizer.zero_grad()
+    job.backward(model(batch).square().mean())
+    optimizer.step()
+"""
+
+
+def test_a_loop_that_fails_on_a_whole_batch_ends_as_ever(tmp_path):
+    (tmp_path / "train.py").write_text(FAILS_ALONE)
+    ended = paceline(tmp_path, "run", "-n", "2", "train.py")
+    assert ended.code == 0, ended.err
+    assert "first step not checked: one process can't take it (ValueError: a batch of eight)" in ended.out
+    assert not list(tmp_path.glob("runs/*/failures/*"))
