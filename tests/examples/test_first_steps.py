@@ -10,7 +10,7 @@ from support.shown import ROOT
 pytestmark = pytest.mark.integration
 EQUAL = "first step checked: equal to one process"
 OWN_BATCHES = "first step not checked: the loop makes its own batches"
-PARTS = "first step not checked: ranks have parts of the loop's models; `paceline verify --plan replicate=2 distillation.py`"
+PARTS = "ranks have parts of the loop's models; `paceline verify --plan replicate=2 distillation.py`"
 SAID = {
     "lightning/lightning_module.py": EQUAL,
     "finetune.py": EQUAL,

@@ -64,13 +64,6 @@ class ModelAdapter(Protocol):
     def forward_backward(self, loss: Any, microbatches: Sequence[Any], hooks: StepHooks, longest: int) -> None:
         """Add up the gradients of the loss sums."""
 
-    @contextmanager
-    def _without_traces(self) -> Iterator[None]:
-        """Keep the buffers and the random generators: one process has no micro-batch that fills up."""
-        devices = {parameter.device for parameter in self.model.parameters() if parameter.is_cuda}
-        with KeptBuffers(self.written_alone()), torch.random.fork_rng(devices=list(devices)):
-            yield
-
     def in_step(self, microbatches: Sequence[Any], longest: int) -> list[Any]:
         """Return `microbatches`, filled up where every rank must run as many."""
 
