@@ -73,6 +73,8 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(FILES)} (default all)")
     parser.add_argument("--rounds", type=int, default=3, help="of which the median is taken (default 3)")
     given = parser.parse_args()
+    if given.rounds < 1:
+        parser.error(f"--rounds {given.rounds}: write 1 or more")
     unknown = [name for name in given.names if name not in FILES]
     if unknown:
         parser.error(f"no such file: {', '.join(unknown)}; there are {', '.join(FILES)}")

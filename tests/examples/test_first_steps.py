@@ -29,25 +29,40 @@ def test_the_first_step_of_an_example(tmp_path, file):
     assert SAID[file] in said
 
 
-FAILS_ALONE = """
+LOOP = """
 import torch
 import paceline
-model = torch.nn.Linear(4, 1)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-loader = torch.utils.data.DataLoader(torch.randn(32, 4), batch_size=8)
+loader = torch.utils.data.DataLoader(torch.randn(SAMPLES, 4), batch_size=8)
 job, model, optimizer, loader = paceline.prepare(model, optimizer, loader)
 for batch in loader:
-    if len(batch) == 8:
-        raise ValueError("a batch of eight\\nrows")
+    # HERE
     optimizer.zero_grad()
     job.backward(model(batch).square().mean())
     optimizer.step()
 """
+WHOLE = 'if len(batch) == 8: raise ValueError("a batch of eight\\nrows")'
+LOOPS = {
+    "one step": (8, "", EQUAL),
+    "a rank without samples": (1, "", "not checked: a rank without samples in the batch draws random numbers too"),
+    "fails on a whole batch": (32, WHOLE, "not checked: one process can't take it (ValueError: a batch of eight)"),
+}
 
 
-def test_a_loop_that_fails_on_a_whole_batch_ends_as_ever(tmp_path):
-    (tmp_path / "train.py").write_text(FAILS_ALONE)
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_ends_as_ever(tmp_path, name):
+    samples, line, expected = LOOPS[name]
+    (tmp_path / "train.py").write_text(LOOP.replace("SAMPLES", str(samples)).replace("# HERE", line))
     ended = paceline(tmp_path, "run", "-n", "2", "train.py")
     assert ended.code == 0, ended.err
-    assert "first step not checked: one process can't take it (ValueError: a batch of eight)" in ended.out
+    assert expected in ended.out
     assert not list(tmp_path.glob("runs/*/failures/*"))
+
+
+def test_a_loop_that_fails_in_its_first_step_says_so(tmp_path):
+    (tmp_path / "train.py").write_text(LOOP.replace("SAMPLES", "8").replace("# HERE", 'raise ValueError("mine")'))
+    ended = paceline(tmp_path, "run", "-n", "2", "train.py")
+    assert ended.code == 1
+    assert "ValueError: mine" in ended.err
+    assert "one process takes longer" not in ended.out + ended.err

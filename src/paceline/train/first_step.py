@@ -243,6 +243,11 @@ class FirstStep:
         """
         if self.process is None:
             return
+        if waits and self.forms:  # the ranks will make no more of the step
+            self.forms = {}
+            self.end()
+            job.notice("first step not checked: the process ends before the step has ended")
+            return
         limit_s = self._limit_s(job)
         answer = wait_for(self.process, limit_s, _STUCK_S) if waits else self.process.answer()
         if answer is None:

@@ -1403,9 +1403,9 @@ def current_step() -> int | None:
 
 def close_open_jobs() -> None:
     """End the jobs that the workload's file left open; the worker calls this after it."""
-    finish_pending()
     # Taken out first: a `close` that raises is not tried again.
     while _run_jobs:
         of_run = _run_jobs.pop()
         if of_run.job is not None and of_run.process == os.getpid():  # not in a process that the file forked
             of_run.job.close()
+    finish_pending()

@@ -71,6 +71,7 @@ class LoopAlone:
         self.has_begun = False
         self.has_backward = False  # of the newest batch
         self.has_autocast = False
+        self.has_empty_part = False  # a rank has no samples in a batch, and computes one that does not count
         self.updated: set[int] = set()
         self.found: Found | None = None
         self._take_over()
@@ -142,6 +143,7 @@ class LoopAlone:
             self.has_backward = False
             cut.note_batch()
             self.draws.samples = [len(Place(rank, self.parts, 0, 0).own(part.of)) for rank in range(self.parts)]
+            self.has_empty_part |= not all(self.draws.samples)
             if not self.has_begun:
                 self.has_begun = True
                 self.draws.__enter__()  # type: ignore[no-untyped-call]
@@ -212,6 +214,8 @@ class LoopAlone:
         if self.others != other_generators():
             return {"reason": "the loop draws by numpy or Python, on each rank other numbers"}
         if not same_numbers(self.draws.states, states):
+            if self.has_empty_part:
+                return {"reason": "a rank without samples in the batch draws random numbers too"}
             return {"reason": "the loop draws random numbers that do not belong to samples, on each rank others"}
         found = self.found or self._value_difference()
         if found is None:
