@@ -6,6 +6,7 @@ import pytest
 
 import paceline
 from paceline.nouns.errors import WorkloadError
+from paceline.nouns.user_program import UserProgram
 from paceline.train.find_workload import find_workload
 
 WORKLOAD = "workload = paceline.Workload(model=list, loss=print, optimizer=list, data=[1], batch_size=1)\n"
@@ -24,7 +25,7 @@ def test_the_loop_does_not_run(loop, tmp_path):
     before = paceline.distribute
     path = tmp_path / "train.py"
     path.write_text(f"import paceline\n{WORKLOAD}{loop}")
-    assert find_workload(str(path)).batch_size == 1
+    assert find_workload(UserProgram(str(path))).batch_size == 1
     assert paceline.distribute is before
 
 
@@ -42,4 +43,4 @@ def test_a_file_without_one_says_so(text, says, tmp_path):
     path = tmp_path / "train.py"
     path.write_text(text)
     with pytest.raises(WorkloadError, match=says):
-        find_workload(str(path))
+        find_workload(UserProgram(str(path)))

@@ -22,7 +22,7 @@ _WITH_HOSTS = frozenset({"ssh", "mpi", ELASTIC})
 _BESIDE_HOST = frozenset({"ssh", "mpi", "ray", ELASTIC})
 # Of every flag of `paceline run`, by the name of its value: the places where it changes something.
 RUN_FLAGS: dict[str, frozenset[str]] = {
-    **dict.fromkeys(("n", "plan", "job", "on"), _JOBS),
+    **dict.fromkeys(("n", "plan", "job", "on", "is_module"), _JOBS),
     **dict.fromkeys(("checkpoint_every", "keep", "copy_to", "no_check"), _JOBS - {RANK}),
     **dict.fromkeys(("runs", "resume", "resume_or_start"), _JOBS - {RANK}),
     **dict.fromkeys(("grace", "stall_notice", "json", "dry_run", "env", "shape", "profile"), _SUPERVISED),

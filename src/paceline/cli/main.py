@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from paceline.cli import completion
 from paceline.cli.flags import check_after_file, check_rules, given, misplaced, moved
 from paceline.cli.output import guarded
+from paceline.cli.plan_flags import find_program
 from paceline.nouns.errors import MEETS_NOT, PacelineError, UsageError, did_you_mean
 from paceline.nouns.reading import shown
 
@@ -179,6 +180,7 @@ def _main(argv: list[str] | None) -> int:
     command = f"paceline {verb} {parsed.target}" if verb == "submit" else f"paceline {verb}"
     try:
         if verb in WITH_FILE:
+            find_program(parsed)
             check_after_file(parsed.workload, parsed.misplaced, command, parsed.arguments)
         if verb != "run":  # which checks them when it knows what starts the ranks
             check_rules(str(verb), parsed)
@@ -208,6 +210,7 @@ def read_command(words: Sequence[str]) -> argparse.Namespace:
     """
     verb = words[0]
     parsed = _parse(words, verb, importlib.import_module(f"paceline.cli.{verb}"))
+    find_program(parsed)
     check_after_file(parsed.workload, parsed.misplaced, f"paceline {verb}", parsed.arguments)
     return parsed
 

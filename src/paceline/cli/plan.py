@@ -8,11 +8,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import asdict
 from typing import Any
 
-from paceline.cli.plan_flags import OWN_ARGUMENTS, add_plan_arguments, plan_request, print_notice
+from paceline.cli.plan_flags import (
+    OWN_ARGUMENTS,
+    add_module_argument,
+    add_plan_arguments,
+    module_variable,
+    plan_request,
+    print_notice,
+)
 from paceline.cli.plan_loop import plan_loop
 from paceline.cli.plan_memory import add_memory_arguments, check_memory_arguments, explain
 from paceline.launch.describe_workload import describe_workload
@@ -37,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--explain-layout", action="store_true", help="how tensor, context and expert split the model, and why"
     )
     add_memory_arguments(parser)
+    add_module_argument(parser)
     parser.add_argument("--schedule-picture", action="store_true", help="draw the pipeline's schedule")
     parser.add_argument(
         "workload", metavar="FILE", help="the Python file that declares `workload`, or trains by paceline.prepare"
@@ -50,7 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
     mesh = Mesh.parse(plan.mesh)
     _check_wanted(arguments, mesh)
     # What can be refused from the source comes before the child that imports torch.
-    file = read_workload_file(arguments.workload, plan.data_size, plan)
+    file = read_workload_file(arguments.workload, plan.data_size, plan, arguments.module)
+    os.environ.update(module_variable(arguments))  # for the child
     device = check_memory_arguments(arguments)
     command_line = [str(file.path), *arguments.arguments]
     if file.is_loop:

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 from paceline.launch.plan_choice import PlanRequest
+from paceline.launch.source_files import find_module
 from paceline.nouns.plan import Plan
+from paceline.nouns.user_program import MODULE
 from paceline.run.directory import RunChoice
 
 RUNS = Path("runs")
@@ -80,6 +82,29 @@ def add_place_arguments(parser: argparse._ActionsContainer) -> None:
 def add_cluster_argument(parser: argparse._ActionsContainer) -> None:
     """Add --cluster."""
     parser.add_argument("--cluster", type=Path, metavar="FILE", help="settings of what starts the ranks (TOML)")
+
+
+def add_module_argument(parser: argparse.ArgumentParser) -> None:
+    """Add -m."""
+    what = "FILE is a module's name, as in python -m"
+    parser.add_argument("-m", dest="is_module", action="store_true", help=what)
+
+
+def find_program(arguments: argparse.Namespace) -> None:
+    """Set `module` to the name of the module that -m asks for, or "", and `workload` to its file.
+
+    Raises:
+        UsageError: there is no such module.
+    """
+    arguments.module = ""
+    if getattr(arguments, "is_module", False):  # not every command has the flag
+        arguments.module = arguments.workload
+        arguments.workload = str(find_module(arguments.module))
+
+
+def module_variable(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return the variable that tells a process which module the user's file is; none where it is run as a file."""
+    return {MODULE: arguments.module} if arguments.module else {}
 
 
 def add_file(parser: argparse.ArgumentParser, help: str = "the Python file that declares the workload") -> None:

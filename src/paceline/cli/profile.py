@@ -11,12 +11,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.plan_flags import OWN_ARGUMENTS, RUNS, add_plan_arguments, plan_request, print_notice
+from paceline.cli.plan_flags import (
+    OWN_ARGUMENTS,
+    RUNS,
+    add_module_argument,
+    add_plan_arguments,
+    module_variable,
+    plan_request,
+    print_notice,
+)
 from paceline.cli.plan_memory import add_allocator_argument, notices_of, read_device
 from paceline.launch.describe_workload import describe_workload
 from paceline.launch.plan_choice import choose_plan
@@ -50,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--job", metavar="JOB", help="of a run's plan; keep it there, beside what the job measures")
     parser.add_argument("--runs", type=Path, metavar="DIR", help="where the run of --job is kept (default runs)")
     parser.add_argument("--json", action="store_true", help="print the sums as JSON")
+    add_module_argument(parser)
     parser.add_argument("workload", metavar="FILE", help="the Python file that declares `workload`")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=OWN_ARGUMENTS)
 
@@ -69,7 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"its ranks are 0 to {plan.world_size - 1}",
             "write --rank 0",
         )
-    file = read_workload_file(arguments.workload, plan.data_size)
+    file = read_workload_file(arguments.workload, plan.data_size, module=arguments.module)
+    os.environ.update(module_variable(arguments))  # for the child
     request = ProfileRequest(asdict(plan), arguments.rank, device.kind)
     own_arguments = arguments.arguments if of_run is None else of_run.script[1:]
     # In a child process: this one starts without torch.

@@ -26,9 +26,11 @@ from paceline.cli.plan_flags import (
     add_checkpoint_arguments,
     add_cluster_argument,
     add_file,
+    add_module_argument,
     add_place_arguments,
     add_plan_arguments,
     add_run_arguments,
+    module_variable,
     plan_request,
     print_notice,
     run_choice,
@@ -101,6 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     elastic.add_argument(
         "--host-discovery-script", type=Path, metavar="FILE", help="prints the hosts there are, a line each"
     )
+    add_module_argument(parser)
     add_file(parser)
 
 
@@ -169,11 +172,12 @@ def make_request(arguments: argparse.Namespace) -> tuple[RunRequest, ClusterSett
 
 
 def _variables(arguments: argparse.Namespace) -> dict[str, str]:
-    """Return the variables that the ranks are given, by -x and by --profile."""
-    if arguments.profile is None:
-        return environment_of(arguments.env)
-    wanted_steps(arguments.profile, "--profile")
-    return environment_of([*arguments.env, f"{PROFILE}={arguments.profile}"])
+    """Return the variables that the ranks are given, by -x, --profile and -m."""
+    profile = []
+    if arguments.profile is not None:
+        wanted_steps(arguments.profile, "--profile")
+        profile = [f"{PROFILE}={arguments.profile}"]
+    return {**environment_of([*arguments.env, *profile]), **module_variable(arguments)}
 
 
 def _check_grace(seconds: float) -> None:

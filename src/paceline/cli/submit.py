@@ -18,9 +18,11 @@ from paceline.cli.plan_flags import (
     add_checkpoint_arguments,
     add_cluster_argument,
     add_file,
+    add_module_argument,
     add_place_arguments,
     add_plan_arguments,
     add_run_arguments,
+    module_variable,
     plan_request,
     print_notice,
     run_choice,
@@ -132,6 +134,7 @@ def _add_slurm(parser: argparse.ArgumentParser) -> None:
     add_place_arguments(where)
     add_cluster_argument(where)
     _add_settings(parser.add_argument_group("Slurm"), "slurm", _SLURM_HELP)
+    add_module_argument(parser)
     add_file(parser)
 
 
@@ -207,7 +210,7 @@ def slurm_request(arguments: argparse.Namespace, settings: ClusterSettings) -> S
             more=values["sbatch_option"],
         ),
         shape=shape,
-        environment=environment_of(arguments.env),
+        environment={**environment_of(arguments.env), **module_variable(arguments)},
         interface=values["interface"],
         python=values["python"],
     )

@@ -18,7 +18,7 @@ import signal
 import sys
 from pathlib import Path
 
-from paceline.cli.plan_flags import add_plan_arguments, plan_request, print_notice
+from paceline.cli.plan_flags import add_module_argument, add_plan_arguments, plan_request, print_notice
 from paceline.launch.plan_choice import choose_plan
 from paceline.launch.workload_file import read_workload_file
 from paceline.nouns.errors import UsageError
@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--folder", type=Path, metavar="DIR", help="keep the processes' tensors and traces there")
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON on stdout")
+    add_module_argument(parser)
     parser.add_argument(
         "workload", metavar="FILE", help="the Python file that declares `workload`; its own arguments after --"
     )
@@ -54,10 +55,17 @@ def run(arguments: argparse.Namespace) -> int:
             "errors in what a step leaves behind (optimizer state, stale copies) show in the next step",
             "write --steps 2 or more",
         )
-    file = read_workload_file(arguments.workload, plan.data_size, plan)
+    file = read_workload_file(arguments.workload, plan.data_size, plan, arguments.module)
     what = check_what([word.strip() for word in arguments.what.split(",")])
     request = VerifyRequest(
-        file.path.resolve(), arguments.arguments, plan, arguments.steps, what, file.imports, arguments.folder
+        file.path.resolve(),
+        arguments.arguments,
+        plan,
+        arguments.steps,
+        what,
+        file.imports,
+        arguments.folder,
+        arguments.module,
     )
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that folders and children go
     verify = prove_loop if file.is_loop else prove

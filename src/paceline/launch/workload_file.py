@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ast
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.launch.source_files import sources
 from paceline.nouns import module_names
 from paceline.nouns.errors import PacelineError, ReadError, UsageError, WorkloadError
 from paceline.nouns.loop_plan import check_plan_of_loop
 from paceline.nouns.plan import Plan
 from paceline.nouns.reading import read_text, reason_of
+from paceline.nouns.user_program import UserProgram
 from paceline.nouns.workload import check_part_names, too_small_batch
 
 # Packages that start no threads and touch no GPU when imported, so that they may be loaded before a fork. A thread does
@@ -33,20 +36,24 @@ class WorkloadFile:
     path: Path
     imports: tuple[str, ...]  # modules that may be loaded before a fork
     is_loop: bool = False  # it trains by `paceline.prepare`, or by a Trainer that calls it
+    names_paceline: bool = True  # it, or a file that it imports, imports Paceline
 
 
-def read_workload_file(text: str, ranks: int, plan: Plan | None = None) -> WorkloadFile:
+def read_workload_file(text: str, ranks: int, plan: Plan | None = None, module: str = "") -> WorkloadFile:
     """Check a workload file's source.
+
+    Any Python file may be one: what it imports from elsewhere may train, too. Whether it did is known at its end.
 
     Args:
         text: the path as the user wrote it.
         ranks: number of ranks that the batch is split over.
         plan: under which it is to train, where that is known.
+        module: the name by which the file is run as a module; "": it is run as a file.
 
     Raises:
         UsageError: there is no such file, or it is not Python.
         WorkloadError: a `Workload(...)` in it lacks a part, or has one that does not exist, or its batch is
-            smaller than the ranks; or it has no workload at all.
+            smaller than the ranks.
         PlanError: it has a loop of its own, which the plan can't train.
     """
     path = Path(text)
@@ -62,31 +69,62 @@ def read_workload_file(text: str, ranks: int, plan: Plan | None = None) -> Workl
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and _name(node.func) == "Workload":
             _check_call(node, path, ranks)
-    if not _uses_paceline(tree):
-        raise WorkloadError(
-            f"the workload file {path} should train with Paceline",
-            "it does not import paceline",
-            "declare workload = paceline.Workload(...) and call paceline.distribute(workload)",
-        )
+    program = list(sources(path, tree, UserProgram(str(path), module).root))
     safe = tuple(name for name in _imports(tree) if name.split(".")[0] in _FORK_SAFE)
-    is_loop = _has_loop(tree)
+    is_loop = _is_loop(program)
     if is_loop and plan is not None:
         check_plan_of_loop(plan)
-    return WorkloadFile(path, safe, is_loop)
+    # What trains may be an installed package's. A workload that is declared at the top level is a name of the file.
+    is_loop = "workload" not in _top_names(tree) if is_loop is None else is_loop
+    return WorkloadFile(path, safe, is_loop, any(_names_paceline(source) for source in program))
 
 
-def _has_loop(tree: ast.Module) -> bool:
-    """True if it calls `paceline.prepare` or what calls that, and declares no workload."""
-    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    if any(_name(function) == "Workload" for function in calls):
-        return False
-    for module, function in _LOOPS.items():
-        modules, functions = _names_of(tree, module, function)
-        for called in calls:
-            if isinstance(called, ast.Attribute) and called.attr == function and ast.unparse(called.value) in modules:
-                return True
-            if isinstance(called, ast.Name) and called.id in functions:
-                return True
+def _is_loop(program: Sequence[ast.Module]) -> bool | None:
+    """True if a program trains by `paceline.prepare`, or by what calls that; False if it declares a workload.
+
+    Args:
+        program: the user's file, then those that it imports, nearest first. The first that shows either decides; None:
+            none does.
+    """
+    for source in program:
+        if _declares(source):
+            return False
+        if _prepares(source):
+            return True
+    return None
+
+
+def _top_names(tree: ast.Module) -> set[str]:
+    """Return the names that a source imports or assigns at its top level."""
+    names = set()
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            names |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    return names
+
+
+def _declares(tree: ast.Module) -> bool:
+    """True if a source makes a `Workload`, or hands one to `paceline.distribute`."""
+    makes = any(isinstance(node, ast.Call) and _name(node.func) == "Workload" for node in ast.walk(tree))
+    return makes or _calls(tree, module_names.PACKAGE, "distribute")
+
+
+def _prepares(tree: ast.Module) -> bool:
+    """True if a source calls `paceline.prepare`, or what calls that."""
+    return any(_calls(tree, module, function) for module, function in _LOOPS.items())
+
+
+def _calls(tree: ast.Module, module: str, function: str) -> bool:
+    """True if a source calls a function of a module, by any name under which it has imported either."""
+    modules, functions = _names_of(tree, module, function)
+    for node in ast.walk(tree):
+        called = node.func if isinstance(node, ast.Call) else None
+        if isinstance(called, ast.Attribute) and called.attr == function and ast.unparse(called.value) in modules:
+            return True
+        if isinstance(called, ast.Name) and called.id in functions:
+            return True
     return False
 
 
@@ -105,11 +143,18 @@ def _names_of(tree: ast.Module, module: str, function: str) -> tuple[set[str], s
     return modules, functions
 
 
-def _uses_paceline(tree: ast.Module) -> bool:
-    names = (node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
-    if any(name == "paceline" for name in names):
-        return True
-    return any(name.startswith("paceline") for name in _imports(tree))
+def _names_paceline(tree: ast.Module) -> bool:
+    """True if a source imports Paceline, wherever in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import) and any(_is_ours(alias.name) for alias in node.names):
+            return True
+        if isinstance(node, ast.ImportFrom) and not node.level and _is_ours(node.module or ""):
+            return True
+    return False
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] == module_names.PACKAGE
 
 
 def _no_file(path: Path) -> PacelineError:

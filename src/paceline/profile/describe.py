@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from paceline.launch.process_exit import exit_process
 from paceline.nouns.errors import PacelineError
 from paceline.nouns.mesh import GRAPH_AXES, Mesh
 from paceline.nouns.plan import Plan
+from paceline.nouns.user_program import UserProgram
 from paceline.nouns.workload import Workload
 from paceline.parallel.replicate.strategy import sparse_names
 from paceline.profile.describe_servers import describe_servers
@@ -32,10 +32,10 @@ def main() -> int:
     if sys.argv[0] == "--plan":
         plan = Plan.parse(sys.argv[1])
         sys.argv = sys.argv[2:]
-    script = sys.argv[0]
-    sys.path.insert(0, str(Path(script).parent))
+    program = UserProgram.of_this_process(sys.argv[0])
+    program.enter(sys.argv[1:])
     try:
-        answer = {"model": describe(find_workload(script), plan)}
+        answer = {"model": describe(find_workload(program), plan)}
     except PacelineError as error:
         answer = {"error": {"asked": error.asked, "found": error.found, "fix": error.fix}}
     print(json.dumps(answer))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import runpy
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,6 +36,7 @@ from paceline.nouns.plan import Plan
 from paceline.nouns.profile import Profile
 from paceline.nouns.reading import read_json
 from paceline.nouns.sink import MakeSink
+from paceline.nouns.user_program import UserProgram
 from paceline.parallel.low_precision_states import not_compiled
 from paceline.profile.gpu_dispatch import as_on_gpu
 from paceline.profile.loop_recorder import (
@@ -64,14 +64,12 @@ def main() -> int:
     die_with_parent()
     (request,) = read_json(Path(sys.argv[1]))
     path = Path(sys.argv[2], "profile-0.json")
-    sys.argv = sys.argv[3:]
-    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    program = UserProgram.of_this_process(sys.argv[3])
+    program.enter(sys.argv[4:])
     answers = sys.stdout
     sys.stdout = sys.stderr  # what the user's file prints is no answer
     try:
-        profile_loop(sys.argv[0], Plan.of(request["plan"], "the request"), request["rank"], request["device"]).write(
-            path
-        )
+        profile_loop(program, Plan.of(request["plan"], "the request"), request["rank"], request["device"]).write(path)
         answer: dict[str, Any] = {"number": 0, "path": str(path)}
     except PacelineError as error:
         answer = {"number": 0, "error": {"asked": error.asked, "found": error.found, "fix": error.fix}}
@@ -79,11 +77,11 @@ def main() -> int:
     return 0
 
 
-def profile_loop(script: str, plan: Plan, rank: int = 0, device: str = "cpu") -> LoopProfile:
-    """Run a file's loop as `rank` of a plan, and return what its steps hold and send. It changes this process.
+def profile_loop(program: UserProgram, plan: Plan, rank: int = 0, device: str = "cpu") -> LoopProfile:
+    """Run a program's loop as `rank` of a plan, and return what its steps hold and send. It changes this process.
 
     Args:
-        script: the user's file.
+        program: the user's.
         plan: of the job.
         rank: whose steps.
         device: "cpu", or "cuda" for the memory that a GPU's allocator would take.
@@ -125,13 +123,13 @@ def profile_loop(script: str, plan: Plan, rank: int = 0, device: str = "cpu") ->
         seed_everything(0)
         with patched(paceline, prepare=prepare):
             try:
-                _run_file(script)
+                _run_file(program)
                 if recorders:
                     recorders[0].job.close(save=False)  # the last step ends with the job
             except AllStepsRecorded:
                 pass
         if not recorders or not recorders[0].steps.traffic:
-            raise _no_step(script)
+            raise _no_step(program.script)
         profile = _profile(recorders[0], plan, rank, device)
         stack.close()
     return profile
@@ -159,15 +157,15 @@ def _watching(recorder: LoopAllocations, device: str, states: str) -> Iterator[N
         yield
 
 
-def _run_file(script: str) -> None:
-    """Run the file as `python FILE` does.
+def _run_file(program: UserProgram) -> None:
+    """Run the program as Python does.
 
     Raises:
         WorkloadError: it raised.
         SystemExit: it ended by one with a status.
     """
     try:
-        runpy.run_path(script, run_name="__main__")
+        program.run()
     except SystemExit as ended:
         if ended.code not in (None, 0):
             raise
@@ -175,10 +173,12 @@ def _run_file(script: str) -> None:
         raise
     except Exception as error:
         first_line = str(error).splitlines()[0] if str(error) else "nothing more"
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == script]
+        lines = [
+            frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == program.script
+        ]
         place = f" in line {lines[-1]}" if lines else ""
         raise WorkloadError(
-            f"can't try out the loop of {script}",
+            f"can't try out the loop of {program.script}",
             f"it raised {type(error).__name__}{place}: {first_line}",
             "see that it trains alone on the CPU: CUDA_VISIBLE_DEVICES= python FILE",
         ) from error

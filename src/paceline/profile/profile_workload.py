@@ -23,6 +23,7 @@ from paceline.nouns.errors import PacelineError, WorkloadError
 from paceline.nouns.own_errors import own_error, own_line
 from paceline.nouns.plan import Plan
 from paceline.nouns.reading import read_json
+from paceline.nouns.user_program import UserProgram
 from paceline.nouns.workload import Workload
 from paceline.train.find_workload import find_workload
 
@@ -34,12 +35,12 @@ def main() -> int:
     """
     requests = read_json(Path(sys.argv[1]))
     folder = Path(sys.argv[2])
-    sys.argv = sys.argv[3:]
-    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    program = UserProgram.of_this_process(sys.argv[3])
+    program.enter(sys.argv[4:])
     answers = sys.stdout
     sys.stdout = sys.stderr  # what the user's file prints is no answer
     try:
-        workload = find_workload(sys.argv[0])
+        workload = find_workload(program)
     except PacelineError as error:
         print(json.dumps(_failed(0, error)), file=answers, flush=True)
         return 0

@@ -14,6 +14,7 @@ from paceline.launch.plan_choice import PlanRequest
 from paceline.launch.ray import RayOptions
 from paceline.launch.ssh import SshOptions
 from paceline.nouns.errors import UsageError
+from paceline.nouns.user_program import MODULE
 from paceline.rendezvous.launcher_env import LauncherPosition, NodeInfo, find_node, find_position
 from paceline.run.directory import RunChoice
 from paceline.run.supervise.stalls import VARIABLE, notice_time
@@ -86,6 +87,11 @@ class RunRequest:
     max_restarts: int = 0
     is_json: bool = False
     is_dry_run: bool = False
+
+    @property
+    def module(self) -> str:
+        """The name of the module that `file` is, where it is run as one."""
+        return self.environment.get(MODULE, "") or os.environ.get(MODULE, "")
 
 
 def find_launcher(on: str | None, environment: Mapping[str, str]) -> LauncherPosition | NodeInfo | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import runpy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import paceline
 from paceline.nouns.errors import PacelineError, WorkloadError
+from paceline.nouns.user_program import UserProgram
 from paceline.nouns.workload import Workload
 
 
@@ -20,26 +20,28 @@ class _Reached(BaseException):
         self.workload = workload
 
 
-def find_workload(script: str) -> Workload:
-    """Return the `workload` that the file declares at its top level, or hands to `paceline.distribute`.
+def find_workload(program: UserProgram) -> Workload:
+    """Return the `workload` that a program declares at its top level, or hands to `paceline.distribute`.
 
     Raises:
         WorkloadError: it declares none, or fails when it is loaded.
     """
     try:
         with _stopped_at_the_loop():
-            workload = runpy.run_path(script, run_name="paceline_workload").get("workload")
+            workload = program.run("paceline_workload").get("workload")
     except _Reached as reached:
         workload = reached.workload
     except PacelineError:
         raise
     except BaseException as error:
         raise WorkloadError(
-            f"can't load {script}", f"it raised {type(error).__name__}: {error}", "mend it; `python FILE` shows more"
+            f"can't load {program.script}",
+            f"it raised {type(error).__name__}: {error}",
+            "mend it; `python FILE` shows more",
         ) from error
     if not isinstance(workload, Workload):
         raise WorkloadError(
-            f"{script} should declare its workload at the top level",
+            f"{program.script} should declare its workload at the top level",
             "it has no variable `workload` that is a paceline.Workload",
             "write workload = paceline.Workload(...) outside of functions",
         )

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 from paceline.launch.orphans import die_with_parent
 from paceline.nouns.errors import PacelineError
+from paceline.nouns.user_program import UserProgram
 
 
-def read_settings(path: Path) -> tuple[dict[str, Any], Path]:
-    """Read what is asked for and the folder where answers go; set `sys.argv` and `sys.path` for the user's file."""
+def read_settings(path: Path) -> tuple[dict[str, Any], Path, UserProgram]:
+    """Read what is asked for, the folder where answers go and the user's program, whose `sys.argv` and path are set."""
     settings = json.loads(path.read_text())
     # The reference and the dry run are children of the command itself; ranks end with their fork server.
     if "PACELINE_RANK" not in os.environ:
         die_with_parent()
-    sys.argv = [settings["script"], *settings["arguments"]]
-    sys.path.insert(0, str(Path(settings["script"]).parent))
-    return settings, Path(settings["folder"])
+    program = UserProgram(settings["script"], settings["module"])
+    program.enter(settings["arguments"])
+    return settings, Path(settings["folder"]), program
 
 
 def refuse(folder: Path, error: PacelineError) -> None:

@@ -110,8 +110,7 @@ def _world(start: Start, request: VerifyRequest, folder: Path, name: str, plan: 
     settings = write_settings(
         folder,
         name,
-        script=str(request.script),
-        arguments=list(request.arguments),
+        **request.program(),
         steps=request.steps,
         run=name,
         **options_of(name),

@@ -48,6 +48,11 @@ class VerifyRequest:
     what: Sequence[str] = USUAL
     preload: Sequence[str] = ()
     keep: Path | None = None  # where the processes' files stay
+    module: str = ""  # the name of `script` where it is run as a module
+
+    def program(self) -> dict[str, Any]:
+        """Return the user's program, as the settings of every process have it."""
+        return {"script": str(self.script), "arguments": list(self.arguments), "module": self.module}
 
 
 def prove(request: VerifyRequest, say: Callable[[str], None] = lambda text: None) -> Verdict:
@@ -152,8 +157,7 @@ class _Proof:
         return run_world(self.start, self.folder, settings, plan.world_size, self.request.preload)
 
     def _settings(self, name: str, **more: Any) -> Path:
-        script = {"script": str(self.request.script), "arguments": list(self.request.arguments)}
-        return write_settings(self.folder, name, **script, **more)
+        return write_settings(self.folder, name, **self.request.program(), **more)
 
     def _explain(self, world: WorldResult, precisions: Sequence[str]) -> None:
         """Say why the ranks did not come to their end: a refusal, a hang, or a failure that one process has not."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import sys
 import sysconfig
 import time
@@ -17,6 +16,7 @@ from paceline.comm import api
 from paceline.launch.orphans import die_with_parent
 from paceline.launch.process_exit import exit_process
 from paceline.nouns.errors import MEETS_NOT, DataError, PacelineError, PeerLostError, WorkloadError
+from paceline.nouns.user_program import UserProgram
 from paceline.run.rank.watchdog import begin_watching
 from paceline.train import job as jobs
 from paceline.train import loop
@@ -43,10 +43,10 @@ def run_rank(script: str, arguments: list[str], stopped_code: int = 0) -> int:
 
 
 def _run_to_end(script: str, arguments: list[str], stopped_code: int) -> int:
-    sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).parent))  # as `python FILE` does
+    program = UserProgram.of_this_process(script)
+    program.enter(arguments)
     try:
-        was_stopped = _run_file(script)
+        was_stopped = _run_file(program)
         jobs.close_open_jobs()  # writes the last checkpoint, so a rank that can't has failed
     except BaseException as error:
         return failed(error)
@@ -56,12 +56,12 @@ def _run_to_end(script: str, arguments: list[str], stopped_code: int) -> int:
     return 0
 
 
-def _run_file(script: str) -> bool:
-    """Run `script`, and the plain loop where it made no job. True if the job was asked to stop."""
+def _run_file(program: UserProgram) -> bool:
+    """Run a program, and the plain loop where it made no job. True if the job was asked to stop."""
     try:
-        names = runpy.run_path(script, run_name="__main__")
+        names = program.run()
         if not jobs.was_any_made():
-            loop.train(_workload(script, names))
+            loop.train(_workload(program.script, names))
     except jobs.Stopped:
         return True
     except SystemExit as exit_:

@@ -63,7 +63,8 @@ def _run_fixed(request: RunRequest, outcome: Outcome, notice: Notice) -> None:
     check_restarts(request.max_restarts)
     plan = choose_plan(request.plan, notice)
     check_hosts(request, plan, notice)
-    file = read_workload_file(request.file, plan.data_size, plan)
+    file = read_workload_file(request.file, plan.data_size, plan, request.module)
+    _tell_of_plain_file(file, notice)
     if request.is_dry_run:
         name = request.run.job or directory.new_name(file.path)
         outcome.dry_run = dry_run(request, plan, request.run.runs / name, file.path)
@@ -83,6 +84,16 @@ def _run_fixed(request: RunRequest, outcome: Outcome, notice: Notice) -> None:
     finally:  # the certificates for `paceline server top`, also when the job failed
         if job.assignments and job.servers:
             end_watch(job.run_dir)
+
+
+def _tell_of_plain_file(file: WorkloadFile, notice: Notice) -> None:
+    """Say that a file may train without Paceline: its ranks are then no job."""
+    if file.names_paceline:
+        return
+    notice(
+        f"note: {file.path} does not import paceline, nor do the files of its folder that it imports; if no installed "
+        f"package that it imports does, every rank runs it by itself"
+    )
 
 
 def _job_request(request: RunRequest, plan: Plan, file: WorkloadFile, screen: Screen) -> JobRequest:
@@ -116,7 +127,9 @@ def _run_elastic(request: RunRequest, outcome: Outcome, notice: Notice) -> None:
     rules, discover = elastic_rules(request)
     plan = choose_plan(request.plan, notice, grows=True)
     check_servers(plan, "elastic")
-    file = read_workload_file(request.file, 1)  # how many ranks there are is only known in each generation
+    file = read_workload_file(
+        request.file, 1, module=request.module
+    )  # how many ranks there are is only known in each generation
     check_ssh(request.ssh)
     now = ", ".join(host.name for host in discover())  # asked before anything is written, too
     if request.is_dry_run:

@@ -31,9 +31,9 @@ def become_rank(request: RunRequest, position: LauncherPosition, notice: Callabl
     """
     plan = choose_plan(request.plan.with_ranks(position.size), notice)
     Mesh.parse(plan.mesh).check_fits(position.size)
-    file = read_workload_file(request.file, plan.data_size, plan)
+    file = read_workload_file(request.file, plan.data_size, plan, request.module)
     os.environ["PACELINE_PLAN"] = json.dumps(asdict(plan))
-    program = [sys.executable, request.file]
+    program = [sys.executable, *(["-m", request.module] if request.module else [request.file])]
     if request.run.job is not None:
         run_dir = request.run.folder
         if plan.copy_to:
@@ -44,7 +44,7 @@ def become_rank(request: RunRequest, position: LauncherPosition, notice: Callabl
             os.environ["PACELINE_RESUME"] = str(run_dir.resolve() / "checkpoints")
         os.environ["PACELINE_RUN_DIR"] = str(run_dir.resolve())
         program = [sys.executable, "-m", module_names.EXTERNAL_RANK, request.file]
-        os.environ.update(variables_of(position))
+        os.environ.update({**variables_of(position), **request.environment})
     sys.stdout.flush()  # exec drops what Python has buffered
     # exec, not a child: the launcher's signals and its wait are for this process.
     os.execv(sys.executable, [*program, *request.arguments])

@@ -14,6 +14,7 @@ from paceline.launch.plan_choice import PlanRequest, choose_plan
 from paceline.launch.slurm import SlurmOptions, check_sbatch, sbatch_script, submit
 from paceline.launch.workload_file import read_workload_file
 from paceline.nouns.plan import Plan
+from paceline.nouns.user_program import MODULE
 from paceline.run import directory
 from paceline.run.directory import RunChoice
 from paceline.run.start.servers import check_servers
@@ -42,6 +43,11 @@ class SlurmRequest:
     environment: Mapping[str, str] = field(default_factory=dict)
     interface: str = ""
     python: str = sys.executable
+
+    @property
+    def module(self) -> str:
+        """The name of the module that `file` is, where it is run as one."""
+        return self.environment.get(MODULE, "") or os.environ.get(MODULE, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +104,7 @@ def _checked(request: SlurmRequest, notice: Callable[[str], None]) -> tuple[Plan
     """Return the plan, and the path of the workload file."""
     plan = choose_plan(request.plan, notice)
     check_servers(plan, "slurm")
-    return plan, read_workload_file(request.file, plan.data_size, plan).path
+    return plan, read_workload_file(request.file, plan.data_size, plan, request.module).path
 
 
 def _environment(request: SlurmRequest) -> dict[str, str]:

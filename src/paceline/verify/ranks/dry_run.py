@@ -59,9 +59,9 @@ _EQUAL = 1e-9  # a relative difference of losses in float64 that is rounding
 
 def main(path: Path) -> int:
     """Write dry.json: what the model is made of, and every rank's collectives; or refused.json."""
-    settings, folder = read_settings(path)
+    settings, folder, program = read_settings(path)
     try:
-        workload = find_workload(settings["script"])
+        workload = find_workload(program)
         plan = Plan.of(settings["plan"], "the settings")
         # Refusals before anything computes: a model of no right form, then one too large for this host.
         check_model(made_without_values(workload))

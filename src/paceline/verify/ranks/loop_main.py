@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import runpy
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -23,6 +22,7 @@ from paceline.comm import api
 from paceline.comm.fully_shard import local
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.patching import patched
+from paceline.nouns.user_program import UserProgram
 from paceline.parallel.observer import StepObserver
 from paceline.parallel.optimizer_parts import groups_of, parts_of
 from paceline.parallel.replicate.bucket import local_gradient
@@ -141,7 +141,7 @@ def _as_tensor(value: Any) -> torch.Tensor | None:
 
 def main(path: Path) -> None:
     """Run the file until its loop has taken the steps that are asked for."""
-    settings, folder = read_settings(path)
+    settings, folder, program = read_settings(path)
     run_dir = os.environ.pop("PACELINE_RUN_DIR")  # a job of this process keeps no run directory
     os.environ["PACELINE_PLAN"] = json.dumps({**settings["plan"], "check": "off"})
     os.environ[DATA_PARTS] = str(settings["data_parts"])
@@ -171,7 +171,7 @@ def main(path: Path) -> None:
         control = grouped_products_in_float64() if settings["draws"] else controlled(False)
         with ExitStack() as stack, control, patched(paceline, prepare=prepare):
             try:
-                _run_file(settings["script"])
+                _run_file(program)
                 for recorder in recorders:
                     recorder.job.close(save=False)  # the last step ends with the job
             except _AllStepsTaken:
@@ -182,10 +182,10 @@ def main(path: Path) -> None:
         os.environ["PACELINE_RUN_DIR"] = run_dir
 
 
-def _run_file(script: str) -> None:
-    """Run the file as `python FILE` does, which may end by `sys.exit()`."""
+def _run_file(program: UserProgram) -> None:
+    """Run the program as Python does, which may end by `sys.exit()`."""
     try:
-        runpy.run_path(script, run_name="__main__")
+        program.run()
     except SystemExit as ended:
         if ended.code not in (None, 0):
             raise

@@ -45,14 +45,14 @@ from paceline.verify.ranks.watch import ModuleWatch, watch_graph, watch_modules
 
 def main(path: Path) -> None:
     """Do what the settings ask for, one run after another."""
-    settings, folder = read_settings(path)
+    settings, folder, program = read_settings(path)
     run_dir = os.environ.pop("PACELINE_RUN_DIR")  # a job of this process keeps no run directory
     try:
         api.init()
         rank = api.rank()
         # From here on a hang is noticed: HangWatch waits until every rank has a heartbeat.
         begin_heartbeat(folder / f"beat-{rank}.json")
-        workload = find_workload(settings["script"])
+        workload = find_workload(program)
         for run in settings["runs"]:
             with (folder / f"{run['name']}-trace-{rank}.jsonl").open("w") as file:
                 api.world().comm.ledger = trace = Trace(file=file)

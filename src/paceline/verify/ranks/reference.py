@@ -42,9 +42,9 @@ VARIATIONS = (Variation(is_reversed=True), Variation(noise_seed=1))
 
 def main(path: Path) -> int:
     """Write reference-PRECISION.safetensors and .json for each precision, or refused.json."""
-    settings, folder = read_settings(path)
+    settings, folder, program = read_settings(path)
     try:
-        workload = find_workload(settings["script"])
+        workload = find_workload(program)
         variations = list(VARIATIONS)
         for precision in settings["precisions"]:  # float64 first: there it shows whether the order of samples matters
             result, noise = with_noise(workload, precision, settings["steps"], variations)

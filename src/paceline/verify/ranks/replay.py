@@ -35,8 +35,8 @@ from paceline.verify.ranks.watch import ModuleWatch, Take, watch_graph, watch_mo
 
 def main(path: Path) -> int:
     """Write replay.json: by part of the batch, what was watched, and each micro-batch's loss."""
-    settings, folder = read_settings(path)
-    workload = find_workload(settings["script"])
+    settings, folder, program = read_settings(path)
+    workload = find_workload(program)
     pieces_of_parts: dict[int, list[list[int]]] = {}
     weight = 1.0
     for rank in range(settings["ranks"]):
