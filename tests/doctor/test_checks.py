@@ -66,7 +66,7 @@ FAULTS = {
     "a limit on cores": ({"cores.cgroup": 2.0}, False, "cores", "warning", "2 cores' time", "16 cores"),
     "bound to one core": ({"cores.affinity": 1}, False, "cores", "warning", "shares that one", "--cpus-per-task"),
     "a loaded host": ({"cores.load": 60.0}, False, "load", "warning", "60.0", "top"),
-    "threads of zero": ({"environment": {"OMP_NUM_THREADS": "0"}}, False, "OMP_NUM_THREADS", "error", "ignores", "unset"),
+    "threads of zero": ({"environment": {"OMP_NUM_THREADS": "0"}}, False, "OMP_NUM_THREADS", "warning", "ignores", "unset"),
     "too many threads": ({"environment": {"OMP_NUM_THREADS": "128"}}, False, "OMP_NUM_THREADS", "warning", "16 cores", "divided"),
     "memory in use": ({"memory.available_bytes": 2 * GIB}, False, "memory", "warning", "137", "--explain-memory"),
     "a limit on memory": ({"memory.limit_bytes": 4 * GIB, "memory.used_of_limit_bytes": 3 * GIB}, False, "memory limit", "warning", "1.0 GiB left", "raise"),
@@ -108,7 +108,8 @@ FAULTS = {
     "NCCL on no interface": ({"environment": {"NCCL_SOCKET_IFNAME": "ib"}}, False, "NCCL_SOCKET_IFNAME", "error", "'ib'", "eth0"),
     "NCCL leaves all out": ({"environment": {"NCCL_SOCKET_IFNAME": "^eth,lo"}}, False, "NCCL_SOCKET_IFNAME", "error", "does not have", "unset"),
     "NCCL on loopback": ({"environment": {"NCCL_SOCKET_IFNAME": "lo"}}, True, "NCCL_SOCKET_IFNAME", "error", "no other host", "eth0"),
-    "own name unknown": ({"network.names": {"h1": Name(error="Name or service not known")}}, False, "own name", "error", "does not resolve", "/etc/hosts"),
+    "own name unknown": ({"network.names": {"h1": Name(error="Name or service not known")}}, True, "own name", "error", "does not resolve", "/etc/hosts"),
+    "own name unknown, alone": ({"network.names": {"h1": Name(error="Name or service not known")}}, False, "own name", "warning", "does not resolve", "/etc/hosts"),
     "own name is loopback": ({"network.names": {"h1": Name(("127.0.1.1",))}}, True, "own name", "error", "127.0.1.1", "GLOO_SOCKET_IFNAME=eth0"),
     "own name is loopback, alone": ({"network.names": {"h1": Name(("127.0.1.1",))}}, False, "own name", "warning", "127.0.1.1", "/etc/hosts"),
     "own name is another's": ({"network.names": {"h1": Name(("10.9.9.9",))}}, False, "own name", "error", "no address of this host", "/etc/hosts"),
@@ -121,6 +122,7 @@ FAULTS = {
     "MASTER_PORT is no port": ({"environment": {"MASTER_PORT": "http"}}, False, "MASTER_PORT", "error", "no port", "1024"),
     "few ports": ({"network.ephemeral_ports": (60000, 60099)}, False, "ephemeral ports", "error", "100 (60000", "sysctl"),
     "a clock on its own": ({"is_clock_synchronised": False}, True, "clock", "warning", "not synchronised", "chrony"),
+    "a clock on its own, of one host": ({"is_clock_synchronised": False}, False, "clock", "warning", "object stores", "chrony"),
 }  # fmt: skip
 
 
@@ -135,6 +137,16 @@ def test_a_fault_is_found(name):
     assert found in hit.found
     assert fix in hit.fix
     assert hit.host == "h1"
+    for one in hits:
+        # A finding that has something to mend is no "ok", and one that asks for nothing is no fault.
+        assert bool(one.fix) == (one.level in ("error", "warning"))
+
+
+def test_one_host_needs_no_way_to_others():
+    alone = changed(healthy(), "network.default_interface", "")
+    (row,) = (one for one in check_host(alone, "h1") if one.check == "interface")
+    assert (row.level, row.fix) == ("ok", "")
+    assert "none leads to other hosts" in row.found
 
 
 @pytest.mark.parametrize("is_fleet", [False, True])

@@ -91,7 +91,7 @@ def _threads(host: HostFacts, is_fleet: bool) -> Iterator[Row]:
     numbers = [number.strip() for number in text.split(",")]
     if not all(number.isdecimal() and int(number) > 0 for number in numbers):
         yield (
-            "error",
+            "warning",
             "OMP_NUM_THREADS",
             f"it is {text!r}, which OpenMP ignores: every rank then takes all cores, and they get in each other's way",
             "unset it (`paceline run` shares the cores out), or write cores divided by ranks",

@@ -73,9 +73,11 @@ def _interface(host: HostFacts, is_fleet: bool) -> Iterator[Row]:
         return
     if interface is None:
         if "GLOO_SOCKET_IFNAME" not in host.environment:  # a setting that names none has a check of its own
-            level: Level = "error" if is_fleet else "not checked"
-            fix = "bring the network up: `ip route` shows no default"
-            yield level, "interface", "no route leads to other hosts", fix
+            if is_fleet:
+                fix = "bring the network up: `ip route` shows no default"
+                yield "error", "interface", "no route leads to other hosts", fix
+            else:
+                yield "ok", "interface", "none leads to other hosts, and ranks of one host meet on loopback", ""
         return
     address = interface.addresses[0] if interface.addresses else "without an address"
     text = f"{name} {address}, MTU {interface.mtu}"
@@ -88,7 +90,7 @@ def _interface(host: HostFacts, is_fleet: bool) -> Iterator[Row]:
         yield "error", "interface", f"{text}: ranks have nothing to listen on", force
     elif interface.is_virtual:
         problem = f"{text}: a bridge or tunnel of this host; other hosts can't reach it, or only slowly"
-        level = "error" if is_fleet else "warning"
+        level: Level = "error" if is_fleet else "warning"
         yield level, "interface", problem, force
     else:
         yield "ok", "interface", text, ""
@@ -194,7 +196,7 @@ def _own_name(host: HostFacts, is_fleet: bool) -> Iterator[Row]:
         addresses.update(interface.addresses)
     if name.error:
         problem = f"{network.hostname} does not resolve here ({name.error}): Gloo then listens on loopback only"
-        yield "warning" if is_bound else "error", "own name", problem, fix
+        yield "error" if is_fleet and not is_bound else "warning", "own name", problem, fix
     elif all(is_loopback(address) for address in name.addresses):
         problem = (
             f"{network.hostname} resolves to {name.addresses[0]}: Gloo listens there, and no other host can reach it"
@@ -283,17 +285,13 @@ def _clock(host: HostFacts, is_fleet: bool) -> Iterator[Row]:
         yield "not checked", "clock", "this system does not say whether its clock is kept right", ""
     elif host.is_clock_synchronised:
         yield "ok", "clock", "kept by NTP or the like", ""
-    elif is_fleet:
-        problem = "not synchronised as far as the kernel knows: times of ranks can't be compared, certificates may fail"
-        yield (
-            "warning",
-            "clock",
-            problem,
-            "start chrony or systemd-timesyncd; what the hosts are apart is measured as well",
-        )
     else:
-        problem = "not synchronised as far as the kernel knows, which matters with several hosts"
-        yield "ok", "clock", problem, ""  # one host's ranks share its clock
+        problem = "not synchronised as far as the kernel knows: certificates and object stores refuse a wrong time"
+        fix = "start chrony or systemd-timesyncd"
+        if is_fleet:
+            problem += ", and times of ranks can't be compared"
+            fix += "; what the hosts are apart is measured as well"
+        yield "warning", "clock", problem, fix
 
 
 NETWORK_CHECKS = (_interface, _interface_settings, _own_name, _names, _ports, _clock)
