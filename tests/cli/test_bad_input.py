@@ -119,6 +119,18 @@ def test_a_command_line_without_its_command(case, capsys):
     assert fix in error.splitlines()[2]
 
 
+@pytest.mark.parametrize("words", [[], ["submit"], ["server"], ["bench"], ["completion"]], ids=" ".join)
+def test_a_command_alone_that_needs_another_prints_its_help(words, capsys):
+    """Such as click's and clap's commands: the help, and the exit code of a request that can't be met."""
+    assert exit_code(words) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.startswith(" ".join(["usage: paceline", *words]))
+    assert "error:" not in error
+    assert exit_code([*words, "--help"]) == 0
+    assert capsys.readouterr().out == error
+
+
 @pytest.mark.parametrize("case", BEFORE_ANY_PROCESS)
 def test_before_any_process_starts(case, tmp_path, monkeypatch, capsys):
     change, words, said = BEFORE_ANY_PROCESS[case]

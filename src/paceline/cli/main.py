@@ -237,9 +237,12 @@ def _parse(command_line: Sequence[str], verb: str | None, module: Any) -> argpar
     """
     parser, parsers = _parsers()
     if verb is None or module is None:
+        _help_alone(parser, command_line)
         return parser.parse_args(command_line)
     verb_parser = parsers[verb]
     _add_verb(verb_parser, module)
+    if command_line[0] == verb:
+        _help_alone(verb_parser, command_line[1:])
     called = _called(verb_parser, command_line)
     parser.called = called
     rest: list[str] = []
@@ -262,6 +265,16 @@ def _parse(command_line: Sequence[str], verb: str | None, module: Any) -> argpar
             rest = ["--", *rest]
         parsed.arguments = [*parsed.arguments, *rest]
     return parsed
+
+
+def _help_alone(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Print the help of a command that needs a word of a list, and exit, where nothing follows its name.
+
+    The exit code is that of a request that can't be met: a script whose variable is empty has asked for nothing.
+    """
+    if not words and any(action.required and action.choices for action in parser._actions):
+        parser.print_help(sys.stderr)
+        sys.exit(MEETS_NOT)
 
 
 def _parsers() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
