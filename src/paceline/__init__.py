@@ -27,7 +27,7 @@ raises on purpose is a `PacelineError`. A `Sink` receives a job's events; `Tenso
 To communicate without a workload, call the collectives, as in MPI: `init`, `rank`, `size`, `local_rank`, `local_size`,
 `cross_rank`, `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `broadcast`, `barrier`, `shutdown`,
 `is_initialized`. With `grad=True` gradients flow through them. `allreduce`, `allgather`, `reducescatter` and `alltoall`
-are other names of the same.
+are other names of the same; the reduction of two of them is always written.
 
 The project's README.md has a complete example and the plans, docs/reference/ all that a file may call;
 `paceline --help` lists the commands.

@@ -90,10 +90,30 @@ def one_rank(rank):
 
 
 def test_other_names_are_the_same_functions():
-    assert paceline.allreduce is paceline.all_reduce
     assert paceline.allgather is paceline.all_gather
-    assert paceline.reducescatter is paceline.reduce_scatter
     assert paceline.alltoall is paceline.all_to_all
+
+
+def both_spellings(rank):
+    paceline.init()
+    mine = torch.arange(4.0) + rank
+    pairs = [(paceline.allreduce(mine, op), paceline.all_reduce(mine, op)) for op in ("sum", "mean", "max")]
+    return pairs + [(paceline.reducescatter(mine, op), paceline.reduce_scatter(mine, op)) for op in ("sum", "mean")]
+
+
+def test_horovods_spellings_do_the_same():
+    for pairs in run_ranks(2, both_spellings):
+        for theirs, ours in pairs:
+            assert torch.equal(theirs, ours)
+
+
+@pytest.mark.parametrize("name", ["allreduce", "reducescatter"])
+def test_a_reduction_by_horovods_name_is_written(name):
+    """Horovod averages where MPI adds up: the result of a default would be wrong for one of them, and silently."""
+    with pytest.raises(UsageError) as caught:
+        getattr(paceline, name)(torch.ones(4))
+    assert "Horovod would average" in caught.value.found
+    assert f'{name}(tensor, "mean")' in caught.value.fix
 
 
 def wrong_calls(rank):
@@ -127,6 +147,100 @@ def test_wrong_calls_say_what_to_do():
         strict=True,
     ):
         assert word in text
+
+
+CALLS = {
+    "all_reduce": paceline.all_reduce,
+    "all_gather": paceline.all_gather,
+    "broadcast": paceline.broadcast,
+    "reduce_scatter": paceline.reduce_scatter,
+    "all_to_all": lambda tensor: paceline.all_to_all(tensor)[0],
+}
+MOVES = ("all_gather", "broadcast", "all_to_all")
+# What no collective takes, and what to do. A DTensor is known by its method: to make one takes ranks.
+NOT_DENSE = {
+    "sparse": (lambda: torch.eye(2).to_sparse(), "its layout is torch.sparse_coo", "tensor.to_dense()"),
+    "sparse rows": (lambda: torch.eye(2).to_sparse_csr(), "its layout is torch.sparse_csr", "tensor.to_dense()"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2)]), "it is nested", "to_padded_tensor"),
+    "jagged": (
+        lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+        "it is nested",
+        "to_padded_tensor",
+    ),
+    "quantized": (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "quantized", "dequantize()"),
+    "meta": (lambda: torch.ones(2, device="meta"), "the device meta", "make it on the CPU or a GPU"),
+    "in parts": (lambda: Part(), "it is a DTensor", "tensor.full_tensor()"),
+}
+
+
+class Part(torch.Tensor):
+    def full_tensor(self):
+        return self
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, that such tensors are new
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("kind", NOT_DENSE)
+def test_a_tensor_without_dense_values_here_is_refused(kind, name):
+    make, found, fix = NOT_DENSE[kind]
+    paceline.init()
+    with pytest.raises(UsageError) as caught:
+        CALLS[name](make())
+    assert found in caught.value.found
+    assert fix in caught.value.fix
+    assert caught.value.asked == f"{name} takes a dense tensor"
+
+
+REDUCED = {torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32}
+REDUCED |= {torch.float64, torch.complex64, torch.complex128}
+OTHERS = [torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2]
+VIEWS = {
+    "a transposed view": lambda: torch.arange(8.0).view(2, 4).T,
+    "an expanded view": lambda: torch.ones(1).expand(4),
+    "a conjugated view": lambda: torch.full((4,), 1j, dtype=torch.complex64).conj(),
+    "a negated view": lambda: torch.full((4,), 1j, dtype=torch.complex64).conj().imag,
+    "channels last": lambda: torch.ones(2, 3, 2, 2).to(memory_format=torch.channels_last),
+    "one that needs a gradient": lambda: torch.ones(4, requires_grad=True) * 2,
+}
+
+
+def every_kind(rank):
+    """What becomes of each dtype and view: the result, or the error's second line."""
+    paceline.init()
+    answers = {}
+    for dtype in [*REDUCED, *OTHERS]:
+        for name, call in CALLS.items():
+            try:
+                value = call(torch.tensor([1, 0, rank, 1]).to(dtype))
+                answers[str(dtype), name] = value.dtype == dtype, value.tolist()
+            except UsageError as error:
+                answers[str(dtype), name] = error.found
+    for view, make in VIEWS.items():
+        for name, call in CALLS.items():
+            answers[view, name] = call(make())
+    return answers
+
+
+def test_every_dtype_and_view_is_carried_or_refused():
+    for answers in run_ranks(2, every_kind):
+        for dtype in [*REDUCED, *OTHERS]:
+            both = torch.tensor([1, 0, 0, 1, 1, 0, 1, 1]).to(dtype).tolist()
+            assert answers[str(dtype), "broadcast"] == (True, both[:4])
+            assert answers[str(dtype), "all_gather"] == (True, both)
+            for name in CALLS:
+                value = answers[str(dtype), name]
+                assert value[0] is True if name in MOVES or dtype in REDUCED else value == f"the dtype is {dtype}"
+        for view, make in VIEWS.items():
+            torch.testing.assert_close(answers[view, "all_reduce"], 2 * make().detach().clone())
+            torch.testing.assert_close(answers[view, "broadcast"], make().detach().clone())
+            torch.testing.assert_close(answers[view, "all_gather"], torch.cat([make(), make()]).detach())
+
+
+@pytest.mark.parametrize("op", ["min", "max", "product"])
+def test_complex_numbers_have_sums_and_means_alone(op):
+    paceline.init()
+    with pytest.raises(UsageError, match="which has sums and means alone"):
+        paceline.all_reduce(torch.ones(2, dtype=torch.complex64), op)
 
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}

@@ -12,17 +12,21 @@ import dataclasses
 import hashlib
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from paceline.comm import api_gradients
 from paceline.comm.api_gradients import check_gradient
-from paceline.comm.collectives import AxisComm, check_mean, check_op, split_rows
+from paceline.comm.collectives import AxisComm, check_dtype, check_op, split_rows
+from paceline.comm.dense import fault_of
 from paceline.comm.ledger import Ledger
 from paceline.comm.process_group import COORDINATOR, RankInfo, close_world, find_rank_info, open_world
+from paceline.nouns import arguments
 from paceline.nouns.errors import UsageError
+from paceline.nouns.parts import shown
 
 
 @dataclass(slots=True)
@@ -320,7 +324,8 @@ def all_reduce(tensor: torch.Tensor, op: str = "sum", *, grad: bool = False) -> 
 def reduce_over(comm: AxisComm, tensor: torch.Tensor, op: str, grad: bool) -> torch.Tensor:
     """Do what `all_reduce` does, over the ranks of `comm`."""
     check_op(op)
-    check_mean(op, tensor.dtype)
+    tensor = _checked("all_reduce", tensor, grad)
+    check_dtype(op, tensor.dtype)
     if grad:
         check_gradient("all_reduce", tensor, op)
         return api_gradients.all_reduce(comm, tensor, op)
@@ -371,11 +376,11 @@ def all_gather(tensor: torch.Tensor, *, grad: bool = False) -> torch.Tensor:
 
 def gather_over(comm: AxisComm, tensor: torch.Tensor, grad: bool) -> torch.Tensor:
     """Do what `all_gather` does, over the ranks of `comm`."""
-    _check_rows("all_gather", tensor)
+    tensor = _checked_rows("all_gather", tensor, grad)
     if grad:
         check_gradient("all_gather", tensor)
         return api_gradients.all_gather(comm, tensor)
-    return torch.cat(comm.all_gather(tensor.detach()))
+    return torch.cat(comm.all_gather(_carried(tensor))).view(tensor.dtype)
 
 
 def broadcast(tensor: torch.Tensor, root: int = 0, *, grad: bool = False) -> torch.Tensor:
@@ -409,15 +414,17 @@ def broadcast(tensor: torch.Tensor, root: int = 0, *, grad: bool = False) -> tor
         >>> paceline.broadcast(rate).item()
         0.25
     """
-    if not 0 <= root < size():
+    tensor = _checked("broadcast", tensor, grad)
+    root = arguments.whole_number("paceline.broadcast", "root", root)
+    if root >= size():
         raise UsageError(f"can't broadcast from rank {root}", f"the ranks are 0 to {size() - 1}", "name one of them")
     if grad:
         _check_copies("broadcast")
         check_gradient("broadcast", tensor)
         return api_gradients.broadcast(_comm(), tensor, root)
-    result = tensor.detach().clone(memory_format=torch.contiguous_format)
+    result = _carried(tensor).clone(memory_format=torch.contiguous_format)
     _comm().broadcast(result, root)
-    return result
+    return result.view(tensor.dtype)
 
 
 def reduce_scatter(tensor: torch.Tensor, op: str = "sum", *, grad: bool = False) -> torch.Tensor:
@@ -451,9 +458,9 @@ def reduce_scatter(tensor: torch.Tensor, op: str = "sum", *, grad: bool = False)
         torch.Size([6, 2])
     """
     check_op(op, ("sum", "mean"))
-    check_mean(op, tensor.dtype)
+    tensor = _checked_rows("reduce_scatter", tensor, grad)
+    check_dtype(op, tensor.dtype)
     _check_copies("reduce_scatter")
-    _check_rows("reduce_scatter", tensor)
     if grad:
         check_gradient("reduce_scatter", tensor)
         return api_gradients.reduce_scatter(_comm(), tensor, op)
@@ -496,13 +503,15 @@ def all_to_all(
         >>> sum(counts) == len(received)
         True
     """
-    _check_rows("all_to_all", tensor)
+    tensor = _checked_rows("all_to_all", tensor, grad)
     rows = tensor.shape[0]
     if splits is None:
         counts = split_rows(rows, size())
         is_valid = rows % size() == 0
     else:
-        counts = list(splits)
+        if isinstance(splits, str) or not isinstance(splits, Iterable):
+            splits = [splits]  # the first that is no count
+        counts = [arguments.whole_number("paceline.all_to_all", "splits", each) for each in splits]
         is_valid = len(counts) == size() and sum(counts) == rows and min(counts) >= 0
     if not is_valid:
         raise UsageError(
@@ -514,7 +523,8 @@ def all_to_all(
         _check_copies("all_to_all")
         check_gradient("all_to_all", tensor)
         return api_gradients.all_to_all(_comm(), tensor, counts)
-    return _comm().all_to_all(tensor.detach(), counts)
+    received, counts = _comm().all_to_all(_carried(tensor), counts)
+    return received.view(tensor.dtype), counts
 
 
 def barrier() -> None:
@@ -559,22 +569,108 @@ def _check_copies(collective: str) -> None:
         )
 
 
-def _check_rows(collective: str, tensor: torch.Tensor) -> None:
+def _checked(collective: str, tensor: Any, grad: Any) -> torch.Tensor:
+    """Return a tensor whose values a collective can send, from where this rank computes.
+
+    Raises:
+        UsageError: it is none.
+    """
+    arguments.flag(f"paceline.{collective}", "grad", grad)
+    asked = f"{collective} takes a dense tensor"
+    if not isinstance(tensor, torch.Tensor):
+        raise UsageError(asked, f"it is {shown(tensor)}", "write torch.tensor(...) around it")
+    fault = fault_of(tensor)
+    if fault is None and not tensor.is_cpu and tensor.device != (device := world().rank_info.device):
+        fault = f"it is on {tensor.device}, and this rank computes on {device}", f"hand in tensor.to('{device}')"
+    if fault is not None:
+        raise UsageError(asked, *fault)
+    return tensor.resolve_conj().resolve_neg()  # a view that conjugates has no numbers of its own
+
+
+def _checked_rows(collective: str, tensor: Any, grad: Any) -> torch.Tensor:
+    tensor = _checked(collective, tensor, grad)
     if tensor.dim() == 0:
         raise UsageError(
             f"{collective} needs a tensor with rows", "the tensor is a scalar", "hand in tensor.reshape(1)"
         )
+    return tensor
 
 
-# Horovod's and MPI's names of the same functions. The documentation shows each with the string below it.
-allreduce = all_reduce
-"""Another name of `all_reduce`. Unlike Horovod's, it adds up unless it is told to average."""
+def _carried(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's values, without gradients, as numbers that Gloo and NCCL carry: of the same size and bits."""
+    return tensor.detach().view(_CARRIERS.get(tensor.dtype, tensor.dtype))
+
+
+_CARRIERS = {
+    **dict.fromkeys((torch.int16, torch.uint16), torch.float16),
+    **{torch.uint32: torch.int32, torch.uint64: torch.int64},
+    **dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2), torch.uint8),
+    **dict.fromkeys((torch.float8_e4m3fnuz, torch.float8_e5m2fnuz), torch.uint8),
+}
+
+
+# Horovod's and MPI's names of the same functions. Two of them mean a sum in MPI and a mean in Horovod, so that these
+# alone have no default. The documentation shows each of the others with the string below it.
+def allreduce(tensor: torch.Tensor, op: str | None = None, *, grad: bool = False) -> torch.Tensor:
+    """Do what `all_reduce` does, with an `op` that is always written: MPI's adds up, Horovod's averages by default.
+
+    Args:
+        tensor: as `all_reduce` takes it.
+        op: "sum", "mean", "min", "max" or "product".
+        grad: as `all_reduce` takes it.
+
+    Returns:
+        What `all_reduce` returns.
+
+    Raises:
+        UsageError: `op` is left out, or what `all_reduce` raises it for.
+        PeerLostError: a rank has gone.
+        CollectiveError: the ranks' shapes or dtypes differ, where the transport can tell.
+
+    Examples:
+        >>> paceline.init()
+        >>> paceline.allreduce(torch.tensor(2.5), "mean")
+        tensor(2.5000)
+    """
+    return all_reduce(tensor, _written("allreduce", op), grad=grad)
+
+
+def reducescatter(tensor: torch.Tensor, op: str | None = None, *, grad: bool = False) -> torch.Tensor:
+    """Do what `reduce_scatter` does, with an `op` that is always written: MPI's adds up, Horovod's averages by default.
+
+    Args:
+        tensor: as `reduce_scatter` takes it.
+        op: "sum" or "mean".
+        grad: as `reduce_scatter` takes it.
+
+    Returns:
+        What `reduce_scatter` returns.
+
+    Raises:
+        UsageError: `op` is left out, or what `reduce_scatter` raises it for.
+        PeerLostError: a rank has gone.
+        CollectiveError: the ranks' shapes or dtypes differ, where the transport can tell.
+
+    Examples:
+        >>> paceline.init()
+        >>> paceline.reducescatter(torch.ones(6, 2), "sum").shape
+        torch.Size([6, 2])
+    """
+    return reduce_scatter(tensor, _written("reducescatter", op), grad=grad)
+
+
+def _written(collective: str, op: str | None) -> str:
+    if op is None:
+        raise UsageError(
+            f"paceline.{collective} should say whether it adds up or averages",
+            "op is left out: MPI would add up, and Horovod would average",
+            f'write {collective}(tensor, "mean") for what Horovod does by default, {collective}(tensor, "sum") for MPI',
+        )
+    return op
+
 
 allgather = all_gather
 """Another name of `all_gather`."""
-
-reducescatter = reduce_scatter
-"""Another name of `reduce_scatter`. Unlike Horovod's, it adds up unless it is told to average."""
 
 alltoall = all_to_all
 """Another name of `all_to_all`. Unlike Horovod's, it always returns the counts of rows too."""

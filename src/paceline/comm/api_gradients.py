@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from paceline.comm.collectives import AxisComm, split_rows
+from paceline.comm.collectives import AxisComm, check_dtype, split_rows
 from paceline.nouns.errors import UsageError
 
 Map = Callable[[torch.Tensor], torch.Tensor]
@@ -33,6 +33,7 @@ def check_gradient(collective: str, tensor: torch.Tensor, op: str = "sum") -> No
             f"the reduction is {op!r}",
             f"leave grad=True out, or write all_gather(tensor.unsqueeze(0), grad=True).{over_ranks}(0)",
         )
+    check_dtype("sum", tensor.dtype)  # the backward pass adds up
     if not (tensor.is_floating_point() or tensor.is_complex()):
         raise UsageError(
             f"{collective} with grad=True needs a tensor of a floating-point dtype",

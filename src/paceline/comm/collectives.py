@@ -333,8 +333,22 @@ def check_op(op: str, choices: Sequence[str] = OPS) -> None:
         raise UsageError(f"the reduction {op!r} is unknown", f"the choices are {', '.join(choices)}", fix)
 
 
-def check_mean(op: str, dtype: torch.dtype) -> None:
-    """Raise UsageError if `op` is a mean of integers: it would not fit their dtype."""
+def check_dtype(op: str, dtype: torch.dtype) -> None:
+    """Raise UsageError if `op` is none of this dtype: a mean of integers, or what no transport computes."""
+    if dtype not in _REDUCED:
+        real = "float" if dtype.is_floating_point or op == "mean" else "int64"
+        other = "complex64" if dtype.is_complex else real
+        raise UsageError(
+            "a reduction over ranks needs a dtype that Gloo and NCCL add up",
+            f"the dtype is {dtype}",
+            f"convert the tensor first, as with tensor.to(torch.{other})",
+        )
+    if dtype.is_complex and op not in ("sum", "mean"):
+        raise UsageError(
+            f"the reduction {op} over ranks needs real numbers",
+            f"the dtype is {dtype}, which has sums and means alone",
+            "reduce tensor.abs(), or torch.view_as_real(tensor), or gather: all_gather(tensor.unsqueeze(0)).prod(0)",
+        )
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
         raise UsageError(
             "a mean over ranks needs a tensor of a floating-point dtype",
@@ -343,6 +357,10 @@ def check_mean(op: str, dtype: torch.dtype) -> None:
         )
 
 
+_REDUCED = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8),
+    *(torch.bool, torch.complex64, torch.complex128),
+)
 # Names of the same in other libraries. What is only spelt alike is not advised: a median is no mean.
 _SYNONYMS = {
     "average": "mean", "avg": "mean", "total": "sum", "add": "sum", "minimum": "min", "maximum": "max",
