@@ -308,3 +308,75 @@ def test_a_cache_has_the_name_that_the_installed_transformers_gives_it():
         call_with_cache(model, torch.tensor([[3]]), cache)
         last = call_with_cache(model, torch.tensor([[4]]), cache)[:, -1]
         torch.testing.assert_close(last, call_model(model, torch.tensor([[3, 4]]))[:, -1])
+
+
+class Returning(Decoder):
+    """Logits among other things."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.form = form
+
+    def forward(self, tokens, cache=None):
+        logits = super().forward(tokens, cache)
+        return self.form(logits)
+
+
+FORMS = {
+    "with a loss": lambda logits: (logits, None),
+    "after a loss": lambda logits: (logits.mean(), logits),
+    "with what it keeps": lambda logits: [logits, (logits, logits)],
+    "a dict": lambda logits: {"loss": logits.mean(), "logits": logits},
+    "a dict by another name": lambda logits: {"scores": logits, "loss": logits.mean()},
+    "an object": lambda logits: SimpleNamespace(logits=logits, hidden=logits),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_logits_are_found_in_what_a_model_returns(form):
+    torch.manual_seed(3)
+    plain = Decoder()
+    other = Returning(FORMS[form])
+    other.load_state_dict(plain.state_dict())
+    for cache in (False, True):
+        expected = as_lists(job_of(plain).generate(PROMPTS, 3, cache=cache))
+        assert as_lists(job_of(other).generate(PROMPTS, 3, cache=cache)) == expected
+
+
+NO_LOGITS = {
+    "two that could be them": (lambda logits: (logits, logits), "several tensors that could be them"),
+    "those of the last position": (lambda logits: (logits[:, [-1]], None), "a tuple with tensors of shape (1, 1, 48)"),
+    "none": (lambda logits: (None, "x"), "the model returns a tuple"),
+    "another name": (lambda logits: SimpleNamespace(scores=logits), "the model returns a SimpleNamespace"),
+}
+
+
+@pytest.mark.parametrize("form", NO_LOGITS)
+def test_what_may_be_no_logits_is_refused(form):
+    make, said = NO_LOGITS[form]
+    with pytest.raises(WorkloadError) as caught:
+        job_of(Returning(make)).generate([[1, 2]], 3, cache=False)
+    assert said in caught.value.found
+
+
+def pairs(rank, plan):
+    api.init()
+    job = Job(workload("plain", model=lambda: Returning(FORMS["with a loss"]), loss=loss_of_pair), Plan.parse(plan))
+    for batch in job.batches():
+        job.step(batch)
+    found = as_lists(job.generate(PROMPTS, NEW))
+    job.close()
+    return found
+
+
+def loss_of_pair(model, batch):
+    return loss(lambda tokens: model(tokens)[0], batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["shard=2", "tensor=2", "pipeline=2"])
+def test_a_pair_is_understood_under_every_plan(plan):
+    torch.manual_seed(3)
+    (expected,) = run_ranks(1, pairs, "replicate=1")
+    for found in run_ranks(2, pairs, plan, timeout_s=300):
+        assert found == expected

@@ -325,20 +325,35 @@ def _fails(tokens: torch.Tensor, error: Exception) -> WorkloadError:
 
 
 def _checked(result: Any, tokens: torch.Tensor) -> torch.Tensor:
-    logits = result
-    if isinstance(result, Mapping):
-        logits = result.get("logits")
-    elif not isinstance(result, torch.Tensor):
-        logits = getattr(result, "logits", None)
-    shape = getattr(logits, "shape", ())
-    if logits is None or len(shape) != 3 or tuple(shape[:2]) != tuple(tokens.shape):
-        found = f"a {type(result).__name__}" if logits is None else f"logits of shape {tuple(shape)}"
+    """Return the logits of what a model returns: it, its `logits`, or the one tensor of a tuple that can be them."""
+    rows: list[Any] = [getattr(result, "logits", None)]
+    if isinstance(result, torch.Tensor):
+        rows = [result]
+    elif isinstance(result, Mapping):
+        rows = [result["logits"]] if "logits" in result else list(result.values())
+    elif rows == [None] and isinstance(result, tuple | list):
+        rows = list(result)
+    found = [one for one in rows if _may_be_logits(one, tokens)]
+    if len(found) != 1:
+        described = "several tensors that could be them" if found else _described(result, rows)
         raise WorkloadError(
             "job.generate needs the logits of every position: (rows, length, vocabulary)",
-            f"for tokens of shape {tuple(tokens.shape)} the model returns {found}",
-            "return such a tensor, or an object with it as .logits",
+            f"for tokens of shape {tuple(tokens.shape)} the model returns {described}",
+            "return such a tensor, alone in a tuple such as (logits, loss), or an object with it as .logits",
         )
-    return logits  # type: ignore[no-any-return]
+    return found[0]  # type: ignore[no-any-return]
+
+
+def _may_be_logits(value: Any, tokens: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 3 and tuple(value.shape[:2]) == tuple(tokens.shape)
+
+
+def _described(result: Any, rows: Sequence[Any]) -> str:
+    """Return what a model returns that has no logits."""
+    shapes = [f"{tuple(one.shape)}" for one in rows if isinstance(one, torch.Tensor)]
+    if isinstance(result, torch.Tensor) or not shapes:
+        return f"logits of shape {shapes[0]}" if shapes else f"a {type(result).__name__}"
+    return f"a {type(result).__name__} with tensors of shape {' and '.join(shapes)}"
 
 
 def whole_copy(

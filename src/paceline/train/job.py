@@ -908,9 +908,10 @@ class Job:
     def generate(self, prompts: Any, max_new_tokens: int, **options: Any) -> list[torch.Tensor]:
         """Continue rows of tokens with a causal language model, under any plan. Training goes on as if it had not been.
 
-        The model takes token numbers, (rows, length), and returns their logits, (rows, length, vocabulary), as a tensor
-        or as `.logits`: any such module, or a causal model of transformers. One with `forward(tokens, cache=None)` is
-        handed a dict, from call to call, in which it keeps keys and values; then `tokens` are those that follow.
+        The model takes token numbers, (rows, length), and returns their logits, (rows, length, vocabulary): as a
+        tensor, as `.logits` or in a tuple such as `(logits, loss)`. Any such module will do, or a causal model of
+        transformers. One with `forward(tokens, cache=None)` is handed a dict, from call to call, in which it keeps keys
+        and values; then `tokens` are those that follow.
 
         Args:
             prompts: (rows, length) whole numbers, or a list of vectors; the same on every rank, which share them out.
