@@ -12,6 +12,7 @@ MANY_LEVELS = 100_000
 _DIGITS, _LEVELS = "@digits@", "@levels@"  # become what json.dumps can't write
 _NUMBER = re.compile(rb"[0-9]+")
 _WORDS = [b"", b"=", b",", b":", b"/", b"-", b"[", b"]", b"(", b")", b"x", b"#", b"\n", b"\0", b" ", b"\t", b"%", b"'"]
+_WORDS += [b'"', b".a", b"{a: ", b"&a ", b"*a, "]
 _ODD = [
     "\u0663".encode(),
     "\xb2".encode(),
@@ -60,7 +61,7 @@ def _changed_bytes(content: bytes, dice: random.Random) -> bytes:
     if ways == 4:  # another number
         return _other_number(content, dice)
     if ways == 5:
-        return content[:at] + dice.choice(_WORDS) * dice.choice([1, 1, 2, 50]) + content[at:]
+        return content[:at] + dice.choice(_WORDS) * dice.choice([1, 1, 2, 50, 20_000]) + content[at:]
     if ways == 6:
         return content[:at] + dice.choice(_ODD) + content[end:]
     if ways == 7:

@@ -213,6 +213,7 @@ def _plans() -> Iterator[Target]:
     cluster = [
         b'[ssh]\nprogram = "ssh"\noptions = ["-p22"]\n[slurm]\ngpus_per_node = 8\ntime = "1:00"\n',
         b'[ray]\ncpus_per_rank = 0.5\nstrategy = "SPREAD"\n[kubernetes]\nkind = "job"\ngpus = 1\n',
+        b'[ssh]\noptions = ["""a""\\"b.c"""", "d.e"] # "f"\n[slurm]\n"time" = "2.5"\nsignal = 1_0\n',
     ]
     yield Target("--cluster", "disk", cluster, _of_file("cluster.toml", _cluster_file))
     yield Target("--hostfile", "disk", hostfile, _of_file("hosts", read_hostfile))
@@ -656,6 +657,11 @@ def _host_facts(content: bytes, folder: Path) -> None:
     check_host(HostFacts.from_json(ask._parse("h1", content)["facts"]), "h1", is_fleet=True)
 
 
+def _variables(text: str) -> None:
+    environment = {"MASTER_PORT": text, "OMP_NUM_THREADS": text}
+    check_host(dataclasses.replace(HostFacts(), environment=environment), "h1")
+
+
 def _asked(content: bytes, folder: Path) -> None:
     """Without looking or meeting: what is read is the request."""
     look, meet = ask.look, ask.meet
@@ -712,6 +718,7 @@ def _hosts() -> Iterator[Target]:
     facts = dataclasses.replace(HostFacts(), leftovers=(Leftover("/tmp/a", 3),))
     answer = _encoded({"facts": facts.to_json(), "heard_ns": 5, "said_ns": 6})
     yield Target("host's facts", "child", [b"Welcome\n" + answer], _host_facts, (ValueError, KeyError))
+    yield Target("doctor's variables", "variable", [b"29500", b"4,2"], _of_text(_variables))
     question = {"names": ["h1"], "runs": "runs", "ports": [29400], "is_quick": True, "marker": ""}
     seat = {"host": "h1", "address": "10.0.0.1", "port": 5, "token": "x"}
     meet = {"kind": "meet", "own": "h1", "seats": [seat], "seconds": 5.0, "folder": "/nowhere", "marker": "0" * 32}

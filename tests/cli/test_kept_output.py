@@ -100,6 +100,7 @@ def test_a_line_with_a_carriage_return_is_one(tmp_path, capsys):
 REFUSED = {
     "no such rank": (["--rank", "2"], "it has the ranks 0 to 1, server 1"),
     "no rank": (["--rank", "x"], "it has the ranks 0 to 1, server 1"),
+    "a rank of 5,000 digits": (["--rank", "9" * 5000], "it has the ranks 0 to 1, server 1"),
     "no lines": (["--last", "0"], "it is no number of lines"),
 }
 

@@ -102,3 +102,10 @@ def test_each_host_is_filled_before_the_next():
     assert seat(hosts, 3) == (HostRanks("a", 0, 2, 0, 2), HostRanks("b", 2, 1, 1, 2))
     with pytest.raises(UsageError, match=r"can't place 7 ranks on 3 hosts(?s:.*)6 slots"):
         seat(hosts, 7)
+
+
+def test_an_error_names_some_of_many_hosts():
+    hosts = [Host(f"h{number}") for number in range(100_000)]
+    with pytest.raises(UsageError, match="h19:1 and 99980 more") as caught:
+        seat(hosts, 100_001)
+    assert len(str(caught.value)) < 500

@@ -415,6 +415,30 @@ def test_manifests_of_a_file_that_is_none(tmp_path):
         assert caught.value.found.count("can't be read") == 1
 
 
+BOMBS = {
+    "an alias": ("a: &a [1]\nb: [*a]", r"the alias \*a: write out what it stands for"),
+    "merged tables": (
+        "a: &a0 {x: 1}\n" + "".join(f"b{n}: &a{n + 1} {{<<: [*a{n}, *a{n}]}}\n" for n in range(40)),
+        "the alias",
+    ),
+    "a list in itself": ("&a [*a]", "the alias"),
+    "digits": (f"a: {'9' * 5000}", "more than 300 digits"),
+    "digits in base 60": (f"a: 1{':1' * 100_000}", "more than 300 digits"),
+    "a tag of its own": (f'!!int "{"9" * 5000}"', "more than 300 digits"),
+    "levels": ("[" * 100_000, "RecursionError"),
+    "a long file": ("#" * (2**20 + 1), "more than 1048576 bytes"),
+}
+
+
+@pytest.mark.parametrize("case", BOMBS)
+def test_manifests_that_stand_for_more_than_their_text(case, tmp_path):
+    content, said = BOMBS[case]
+    (tmp_path / "job.yaml").write_text(content)
+    with pytest.raises(UsageError, match=said) as caught:
+        read_manifests(tmp_path / "job.yaml")
+    assert len(str(caught.value)) < 1000
+
+
 @pytest.fixture
 def kubectl(tmp_path, monkeypatch):
     """A program of that name that keeps its words and its input, and fails on demand."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
+import tomllib
 from dataclasses import dataclass
 
 import pytest
@@ -23,6 +25,7 @@ from paceline.nouns.reading import (
     read_bytes,
     read_json,
     read_text,
+    read_toml,
     reason_of,
     shown,
 )
@@ -69,6 +72,70 @@ def test_the_deepest_json_is_read():
     for _ in range(DEEPEST - 1):
         (value,) = value
     assert value == []
+
+
+def test_numbers_that_are_almost_too_long_take_no_longer_than_short_ones():
+    def least_s(digits):
+        text = json.dumps([int("1" * digits)] * (300_000 // digits))
+        took_s = []
+        for _ in range(5):
+            began_s = time.process_time()
+            parse_json(text, "x")
+            took_s.append(time.process_time() - began_s)
+        return min(took_s)
+
+    assert least_s(MOST_DIGITS) < 4 * least_s(MOST_DIGITS // 10)
+
+
+KEY = ".a" * 20_000
+TOML_REFUSED = {
+    "a key of many parts": (f"a{KEY} = 1", "line 1 has more than 100 dots"),
+    "with spaces": (f"a{KEY.replace('.', ' . ')} = 1", "line 1 has more than 100 dots"),
+    "a table of many parts": (f"\n\n[a{KEY}]", "line 3 has more than 100 dots"),
+    "quoted parts": ("a" + '."a"' * 20_000 + " = 1", "line 1 has more than 100 dots"),
+    "in an inline table": (f"a = {{ a{KEY} = 1 }}", "line 1 has more than 100 dots"),
+    "after a text that ends with a quote": (f'a = {{b = """x"""", a{KEY} = 1, "c" = 2}}', "line 1 has more"),
+    "after lines of a text": (f'a = """\n"\n"""\nb{KEY} = 1', "line 4 has more than 100 dots"),
+    "after an escaped quote": (f'"a\\"".a{KEY} = "b"', "line 1 has more than 100 dots"),
+    "after a single quote in a text": (f"\"a'\".b{KEY} = 'c'", "line 1 has more than 100 dots"),
+    "a whole number": (f"a = {'9' * 60_000}", "line 1 has a number of more than 300 digits"),
+    "a whole number with lines": (f"a = {'9_' * 30_000}9", "line 1 has a number of more than 300 digits"),
+    "a fraction": (f"a = 0.{'9' * 60_000}", "line 1 has a number of more than 300 digits"),
+}
+
+
+@pytest.mark.parametrize("case", TOML_REFUSED)
+def test_what_would_take_long_in_toml_is_refused_before_it_is_parsed(case, tmp_path, monkeypatch):
+    content, said = TOML_REFUSED[case]
+    (tmp_path / "a.toml").write_text(content)
+    monkeypatch.setattr(tomllib, "loads", None)  # it must not be called
+    with pytest.raises(ReadError, match=said):
+        read_toml(tmp_path / "a.toml")
+
+
+@pytest.mark.parametrize("opening", ["[", "{a = "])
+def test_toml_that_is_nested_too_deep_is_one_error(opening, tmp_path):
+    for content in ("a = " + opening * 20_000, f"a = {'[' * 150}{']' * 150}"):
+        (tmp_path / "a.toml").write_text(content)
+        with pytest.raises(ReadError, match="nested"):
+            read_toml(tmp_path / "a.toml")
+
+
+DOTS, DIGITS = "1." * 5000, "1" * 5000
+TOML_READ = {
+    "text": f'a = "{DOTS}{DIGITS}"',
+    "escapes": f'a = "\\"{DOTS}\\\\"',
+    "lines": f'a = """\n{DOTS}\n\\"""{DIGITS}"""""',
+    "literal": f"a = '{DOTS}\"'\nb = '''\n{DIGITS}'''''",
+    "comment": f"# {DOTS} {DIGITS} 'x\na = 1 # \"",
+    "numbers": "a = [" + "1.5,\n" * 500 + "]",
+}
+
+
+@pytest.mark.parametrize("case", TOML_READ)
+def test_toml_within_limits_is_read_as_tomllib_reads_it(case, tmp_path):
+    (tmp_path / "a.toml").write_text(TOML_READ[case])
+    assert read_toml(tmp_path / "a.toml") == tomllib.loads(TOML_READ[case])
 
 
 def test_files(tmp_path):

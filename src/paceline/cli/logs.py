@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from paceline.nouns.errors import UsageError
+from paceline.nouns.reading import parse_whole, shown
 from paceline.nouns.table import without_commands
 from paceline.run.output import FILE, Line, parse_line, read_lines
 from paceline.run.summary import QUIET_S, RUNNING, SILENT, find_folder, read_run
@@ -65,13 +66,13 @@ def run(arguments: argparse.Namespace) -> int:
 def _check_rank(folder: Path, path: Path, rank: str | None) -> None:
     """Raise UsageError for a rank that the job has not."""
     ranks = read_run(folder).ranks
-    if rank is None or (rank.isdecimal() and int(rank) < ranks):
+    if rank is None or parse_whole(rank, 0, ranks - 1) is not None:
         return
     known = {line.source for line in read_lines(path)}
     if rank not in known:
         names = sorted(name for name in known if not name.isdecimal())
         found = f"it has the ranks 0 to {ranks - 1}{''.join(f', {name}' for name in names)}"
-        raise UsageError(f"the output of rank {rank} of {folder}", found, "name one of these")
+        raise UsageError(f"the output of rank {shown(rank)[1:-1]} of {folder}", found, "name one of these")
 
 
 def _following(folder: Path, offset: int) -> Iterator[Line]:

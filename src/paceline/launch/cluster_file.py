@@ -16,7 +16,6 @@ import contextlib
 import os
 import re
 import sys
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +25,7 @@ from paceline.launch.command import HIDDEN, is_secret
 from paceline.launch.kubernetes.job import GANGS, KINDS, POD_GROUP_APIS
 from paceline.launch.ray import STRATEGIES
 from paceline.nouns.errors import PlanError, ReadError, UsageError, did_you_mean
-from paceline.nouns.reading import fault_of, read_text, shown
+from paceline.nouns.reading import fault_of, read_toml, shown
 
 MOST_BYTES = 2**16
 RAY_ADDRESS = "RAY_ADDRESS"  # Ray's own variable: the cluster that this host is in
@@ -202,15 +201,11 @@ def read_cluster_file(path: Path | None) -> ClusterFile:
     """
     if path is None:
         return ClusterFile()
-    fix = "write tables such as [ssh], with the keys that docs/hosts.md lists"
     try:
-        tables = tomllib.loads(read_text(path, MOST_BYTES).removeprefix("\ufeff"))  # as editors on Windows begin it
+        tables = read_toml(path, MOST_BYTES)
     except ReadError as error:
         fix = "name a text file with tables such as [ssh], and the keys that docs/hosts.md lists"
         raise UsageError(f"can't read the cluster file {path}", error.found, fix) from None
-    except (ValueError, RecursionError) as error:  # ValueError: a number of thousands of digits, too
-        reason = "it is nested too deep" if isinstance(error, RecursionError) else f"it is not TOML ({error})"
-        raise UsageError(f"can't read the cluster file {path}", reason, fix) from None
     for name, table in tables.items():
         _check_table(path, name, table)
     return ClusterFile(path, tables)
@@ -270,6 +265,8 @@ def _kind_of(value: Any) -> str:
         return "a list of tables" if is_tables else "a list with something else in it"
     if type(value) is int and fault_of(value, int):
         return "a number of more than 64 bits"
+    if type(value) is float and fault_of(value, float):
+        return "infinite, or not a number"
     return kinds.get(type(value), "a date or a time")
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from paceline.launch.hosts import Host
 from paceline.nouns.errors import UsageError
 
+_MOST_LISTED = 20  # hosts in an error
+
 
 @dataclass(frozen=True, slots=True)
 class HostRanks:
@@ -74,7 +76,9 @@ def seat(hosts: Sequence[Host], ranks: int | None) -> tuple[HostRanks, ...]:
     slots = sum(host.slots for host in hosts)
     wanted = slots if ranks is None else ranks
     if wanted > slots:
-        listed = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
+        listed = ", ".join(f"{host.name}:{host.slots}" for host in hosts[:_MOST_LISTED])
+        if len(hosts) > _MOST_LISTED:
+            listed += f" and {len(hosts) - _MOST_LISTED} more"
         reason = f"they have {slots} slots: {listed}"
         raise UsageError(
             f"can't place {wanted} ranks on {len(hosts)} host{'s' * (len(hosts) > 1)}",

@@ -1,7 +1,8 @@
-"""Read what others wrote: JSON, numbers and text from disks, peers, variables and child processes.
+"""Read what others wrote: JSON, TOML, numbers and text from disks, peers, variables and child processes.
 
-All of these can hold anything. What a function here returns is bounded: JSON is UTF-8, at most DEEPEST levels deep,
-has no key twice and no number of over MOST_DIGITS digits. Anything else is one ReadError, which is also a ValueError.
+All of these can hold anything. What a function here returns is bounded: JSON and TOML are UTF-8, at most DEEPEST levels
+deep, have no key twice and no number of over MOST_DIGITS digits. Anything else is one ReadError, which is also a
+ValueError. Each takes time in proportion to what is read.
 Whether the values are those that are wanted says `fault_of` by a form, or `as_type` by a class.
 """
 
@@ -26,7 +27,14 @@ _MOST_DIMS = 64  # of a tensor: numpy's limit
 _LONGEST_SHOWN = 200  # characters of a value in an error
 _CHUNK_BYTES = 2**20
 _FIX = "make it again with this version of Paceline"
-_LONG_NUMBER = re.compile(f"[0-9]{{{MOST_DIGITS + 1}}}")
+# Tried where digits begin: a text of many numbers that are almost as long would take 300 times as long otherwise.
+_LONG_NUMBER = re.compile(f"(?<![0-9])[0-9]{{{MOST_DIGITS + 1}}}")
+# Texts and comments of TOML; one that does not end goes to the end of its line, or of the file.
+_TOML_TEXT = re.compile(
+    r'''"""(?:\\.|[^\\])*?(?:"{3,5}|\\?\Z)|"(?:\\.|[^"\\\n])*"?|#[^\n]*'''
+    r"""|'''.*?(?:'{3,5}|\Z)|'[^'\n]*'?""",
+    re.DOTALL,
+)
 _NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 _SHORT = reprlib.Repr()
@@ -110,6 +118,35 @@ def read_json(path: Path, form: Form = object, most_bytes: int = MOST_BYTES) -> 
         ReadError: it can't be read, is no JSON within the limits, or is not of the form.
     """
     return parse_json(read_bytes(path, most_bytes), str(path), form)
+
+
+def read_toml(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
+    """Read the TOML in a file.
+
+    Raises:
+        ReadError: it can't be read, or is no TOML within the limits.
+    """
+    import tomllib  # few commands need it
+
+    text = read_text(path, most_bytes).removeprefix("\ufeff")  # as editors on Windows begin it
+    source = str(path)
+    # Before it is parsed: tomllib takes time and memory quadratic in the parts of a key, and int() in the digits.
+    rest = _TOML_TEXT.sub(lambda match: "\n" * match[0].count("\n"), text)
+    for number, line in enumerate(rest.split("\n"), 1):
+        if line.count(".") > DEEPEST:
+            raise _bad(source, f"line {number} has more than {DEEPEST} dots outside of texts")
+        if _LONG_NUMBER.search(line.replace("_", "")):
+            raise _bad(source, f"line {number} has a number of more than {MOST_DIGITS} digits")
+    try:
+        value = tomllib.loads(text)
+        _check_depth(value)
+    except RecursionError:
+        raise _bad(source, _TOO_DEEP) from None
+    except tomllib.TOMLDecodeError as error:
+        raise _bad(source, f"it is not TOML ({error})") from None
+    except ValueError as error:
+        raise _bad(source, str(error)) from None
+    return value
 
 
 def parse_json(

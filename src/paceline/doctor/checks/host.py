@@ -12,6 +12,7 @@ from paceline.doctor.checks.network import NETWORK_CHECKS
 from paceline.doctor.checks.torch_stack import TORCH_CHECKS
 from paceline.doctor.facts import Folder, HostFacts
 from paceline.doctor.finding import GIB, MIB, Finding, Level, Row, count, size
+from paceline.nouns.reading import parse_whole, shown
 
 _DOCKER_SHM = 64 * MIB  # docker's default
 # Open files. Each peer of a rank takes several descriptors, each tensor that a data loader hands over one.
@@ -88,15 +89,15 @@ def _threads(host: HostFacts, is_fleet: bool) -> Iterator[Row]:
     if text is None:
         return
     # A number of threads for each level of nested parallel regions, the outermost first.
-    numbers = [number.strip() for number in text.split(",")]
-    if not all(number.isdecimal() and int(number) > 0 for number in numbers):
+    numbers = [parse_whole(number.strip(), 1) for number in text.split(",")]
+    if numbers[0] is None or None in numbers:
         yield (
             "warning",
             "OMP_NUM_THREADS",
-            f"it is {text!r}, which OpenMP ignores: every rank then takes all cores, and they get in each other's way",
+            f"it is {shown(text)}, which OpenMP ignores: every rank takes all cores, and they get in each other's way",
             "unset it (`paceline run` shares the cores out), or write cores divided by ranks",
         )
-    elif int(numbers[0]) > usable_cores(host) >= 1:
+    elif numbers[0] > usable_cores(host) >= 1:
         yield (
             "warning",
             "OMP_NUM_THREADS",

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from paceline.doctor.facts import HostFacts, Interface, Name, Network
 from paceline.doctor.finding import Level, Row
+from paceline.nouns.reading import parse_whole, shown
 
 _SLOW_NAME_S = 1.0  # a name of a hosts file takes milliseconds
 _PORTS_NONE, _PORTS_FEW = 1024, 8192  # ephemeral ports; Linux has 28,232 by default
@@ -239,13 +240,13 @@ def _master(host: HostFacts, names: dict[str, Name], is_fleet: bool) -> Iterator
 
 
 def _is_port(text: str) -> bool:
-    return text.isdecimal() and 0 < int(text) < 65536
+    return parse_whole(text, 1, 65535) is not None
 
 
 def _ports(host: HostFacts, is_fleet: bool) -> Iterator[Row]:
     master_port = host.environment.get("MASTER_PORT", "")
     if master_port and not _is_port(master_port):
-        problem = f"it is {master_port!r}, which is no port"
+        problem = f"it is {shown(master_port)}, which is no port"
         yield "error", "MASTER_PORT", problem, "write a number from 1024 to 65535"
     for text, port in host.network.ports.items():
         if not port.error:

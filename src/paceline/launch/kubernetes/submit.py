@@ -25,9 +25,11 @@ from paceline.launch.kubernetes.objects import PodSet, field_of, job_manifests, 
 from paceline.launch.kubernetes.pods import COORDINATOR, SERVER, WORKER, Manifest
 from paceline.nouns.errors import PacelineError, PlanError, UsageError
 from paceline.nouns.plan import Plan
-from paceline.nouns.reading import parse_whole, read_text, reason_of
+from paceline.nouns.reading import MOST_DIGITS, parse_whole, read_text, reason_of
 
 _LONGEST_REASON = 300  # characters of what a parser says
+_LONGEST_ANCHOR = 50  # characters of a name in an error
+_MOST_BYTES = 2**20  # of a file; a cluster takes no object that is larger
 # kubectl reads more texts as numbers and truth values than the library that writes here: such as 1e-3, or y.
 _NUMBER_LIKE = re.compile(r"[-+]?[.\d]")
 _WORDS = ("y", "n", "yes", "no", "on", "off", "true", "false", "null", "~", "")
@@ -186,8 +188,23 @@ def read_manifests(path: Path) -> list[Manifest]:
     """
     import yaml
 
+    class Reader(yaml.SafeLoader):
+        """Refuses what can stand for more than its text: aliases, and numbers whose digits int() takes long for."""
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                event = self.peek_event()
+                refused = f"the alias *{event.anchor[:_LONGEST_ANCHOR]}: write out what it stands for"
+                raise yaml.composer.ComposerError(None, None, refused, event.start_mark)
+            node = super().compose_node(parent, index)
+            if node.tag == "tag:yaml.org,2002:int" and len(node.value) > MOST_DIGITS:
+                refused = f"a number of more than {MOST_DIGITS} digits"
+                raise yaml.composer.ComposerError(None, None, refused, node.start_mark)
+            return node
+
     try:
-        return [manifest for manifest in yaml.safe_load_all(read_text(path)) if manifest is not None]
+        text = read_text(path, _MOST_BYTES)
+        return [manifest for manifest in yaml.load_all(text, Reader) if manifest is not None]
     except (PacelineError, RecursionError, yaml.YAMLError, ValueError, ArithmeticError, LookupError) as error:
         # Of a file that can't be read, the reason within "it can't be read (...)" is enough.
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
