@@ -12,8 +12,10 @@ import pytest
 
 from paceline.cli.main import main
 from paceline.nouns.plan import Plan
+from paceline.nouns.record import elapsed_s
 from paceline.run import summary
 from paceline.run.speed import speed_of
+from paceline.run.supervise.progress import Progress, speed
 
 
 def plan_of(text):
@@ -343,6 +345,32 @@ def test_a_thousand_runs_are_listed_at_once(tmp_path, monkeypatch, capsys):
 def test_an_empty_folder_has_none(tmp_path, capsys):
     assert main(["runs", "--runs", str(tmp_path)]) == 0
     assert f"there is none in {tmp_path}" in capsys.readouterr().err
+
+
+JUMPS = {"forward": 3600.0, "back": -3600.0}
+
+
+@pytest.mark.parametrize("jump", JUMPS)
+def test_a_clock_that_is_set_while_a_job_runs_changes_no_speed(jump, tmp_path):
+    times = {"forward": 0.25, "backward": 0.25, "data": 0.5}
+    steps = [step(number, 1.0, times=times) for number in (1, 2, 3, 4)]
+    for late in steps[2:]:
+        late["at"] += JUMPS[jump]
+    folder = make(tmp_path, "a", [START, *steps])
+    found = speed_of(folder, summary.read_run(folder))
+    assert (found.samples_per_s, found.left_s) == (pytest.approx(8.0), pytest.approx(2.0))
+    assert speed(steps) == pytest.approx(8.0)
+    told = Progress(folder)
+    for event in (START, *steps):
+        told._take(event)
+    assert "8.0 samples/s  0:02 left" in told.line()
+
+
+@pytest.mark.parametrize("times", [None, {}, {"data": "x"}, {"data": float("nan")}, [1.0]])
+def test_a_record_without_sound_times_has_the_time_between_events(times):
+    steps = [step(1, 1.0), step(2, 1.0, times=times)]
+    assert elapsed_s(steps) == (0.0 if times and times != [1.0] and times["data"] != "x" else 1.0)
+    assert elapsed_s(steps[:1]) == elapsed_s([]) == 0.0
 
 
 def test_a_long_text_after_the_last_step_hides_no_step(tmp_path):

@@ -61,7 +61,7 @@ def stalls(tmp_path):
 
 def test_who_waits_in_what_and_what_the_missing_rank_does(stalls):
     text = "\n".join(stalls(waiting(0), report(1)).look(1001.0, {}))
-    assert "no progress for 51 s" in text
+    assert "no progress for 50 s" in text
     assert "rank 0: step 7, waiting in all_reduce, called at train.py:20" in text
     assert "rank 1: step 7, at train.py:8, idle" in text
     assert "No process was ended" in text
@@ -108,6 +108,17 @@ def test_it_is_told_within_the_notice_time_and_then_rarely(stalls):
     assert at[0] - 1000 + 15 <= 60
     assert len(at) <= 6, "in four hours"
     assert all(later - sooner >= 600 for sooner, later in itertools.pairwise(at))
+
+
+@pytest.mark.parametrize("jump_s", [HOUR_S, -HOUR_S, 0.0])
+def test_how_long_a_rank_stands_does_not_depend_on_its_hosts_clock(stalls, jump_s):
+    made = stalls(waiting(0, at=1000.0 + jump_s, stalled_s=15.0))
+    assert made.look(5.0, {}) == []
+    assert made.look(34.0, {}) == []
+    assert "no progress for 45 s" in "\n".join(made.look(35.0, {}))
+    made = stalls(waiting(0, at=1000.0 - jump_s, stalled_s=52.0))
+    made.notices.clear()
+    assert "no progress for 52 s" in "\n".join(made.look(42.0, {}))
 
 
 class Asked(Verdict):

@@ -39,6 +39,11 @@ CASES = {
     "too new to say": ([START, step(1, 10.0), step(2, 10.1)], 1, None),
     "all steps, not the end": ([START, step(1, 10.0), step(200, 60.0)], 99, 0),
     "the end": ([START, step(1, 10.0), step(200, 60.0), {"event": "end", "at": 61.0}], 100, 0),
+    "a clock that is set meanwhile": (
+        [START, step(1, 10.0), {**step(101, 3660.0), "times": {"forward": 20.0, "data": 30.0}}],
+        50,
+        50,
+    ),
     "stopped": (
         [START, step(1, 0.0), step(100, 9.9), {"event": "stopped", "at": 9.9}, {"event": "end", "at": 9.9}],
         50,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -104,3 +106,19 @@ class ExpertLoad:
             "shares": [round(share, 6) for share in self.shares],
             "ranks": [round(share, 6) for share in self.ranks],
         }
+
+
+def elapsed_s(records: Sequence[Mapping[str, Any]]) -> float:
+    """Return the seconds between the first and the last of some step records.
+
+    They are those that the steps' times add up to, by a clock that only goes forward: the wall clock, which `at` has,
+    may be set while the job runs. It stands in where a record has no times.
+    """
+    seconds = 0.0
+    for before, record in itertools.pairwise(records):
+        times = record.get("times")
+        if isinstance(times, dict) and times and all(type(each) in (int, float) for each in times.values()):
+            seconds += sum(times.values())
+        else:
+            seconds += max(0.0, record["at"] - before["at"])
+    return seconds if math.isfinite(seconds) else 0.0

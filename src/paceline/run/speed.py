@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.nouns.record import elapsed_s
 from paceline.run.summary import Run, ends_of
 from paceline.run.supervise.progress import decoded, speed
 
@@ -35,8 +36,9 @@ def speed_of(folder: Path, run: Run) -> Speed:
         records = [event for event in events[begins[-1] if begins else 0 :] if event["event"] == "step"][-_WINDOW:]
         if begins or len(records) > 1:
             break
-    if len(records) < 2 or records[-1]["at"] <= records[0]["at"]:
-        return Speed(speed(records), None)
-    a_step_s = (records[-1]["at"] - records[0]["at"]) / (len(records) - 1)
+    seconds = elapsed_s(records)
+    if seconds <= 0:
+        return Speed(None, None)
+    a_step_s = seconds / (len(records) - 1)
     left_s = a_step_s * (run.total_steps - run.step) if run.total_steps >= run.step else None
     return Speed(speed(records), left_s)

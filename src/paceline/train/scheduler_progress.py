@@ -27,6 +27,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from paceline.nouns.errors import UsageError
+from paceline.nouns.record import elapsed_s
 from paceline.nouns.sink import MakeSink
 
 SERVER_URL = "KUBEFLOW_TRAINER_SERVER_URL"
@@ -49,8 +50,9 @@ class Progress:
     def __init__(self) -> None:
         self.step = 0
         self.total_steps = 0
-        self.at = 0.0  # when the last step had ended
-        self.began: tuple[float, int] | None = None  # when the first step of this process had ended, and its number
+        self.began: int | None = None  # the first step of this process
+        self.last: Mapping[str, Any] = {}  # the newest step's event
+        self.passed_s = 0.0  # since the end of the first step
         self.metrics: dict[str, float] = {}
         self.status = "running"
 
@@ -61,8 +63,11 @@ class Progress:
             self.total_steps = int(event["total_steps"])
         elif kind == "step":
             self.step = int(event["step"])
-            self.began = self.began or (event["at"], self.step)
-            self.at = float(event["at"])
+            if self.began is None:
+                self.began = self.step
+            else:
+                self.passed_s += elapsed_s([self.last, event])
+            self.last = event
             self.metrics["loss"] = event["loss"]
         elif kind in ("evaluation", "logged"):
             prefix = "evaluation/" if kind == "evaluation" else ""
@@ -84,13 +89,10 @@ class Progress:
     @property
     def remaining_s(self) -> int | None:
         """Return the seconds that are left at this process's speed."""
-        if self.began is None or not self.total_steps or self.step <= self.began[1]:
-            return None
-        passed_s = self.at - self.began[0]
-        if passed_s < _SPEED_OVER_S:
+        if self.began is None or not self.total_steps or self.step <= self.began or self.passed_s < _SPEED_OVER_S:
             return None
         left = max(self.total_steps - self.step, 0)
-        return math.ceil(passed_s / (self.step - self.began[1]) * left)
+        return math.ceil(self.passed_s / (self.step - self.began) * left)
 
 
 class _Scheduler:

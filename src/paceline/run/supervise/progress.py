@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from paceline.nouns.errors import ReadError
 from paceline.nouns.reading import COUNT, NUMBER, fault_of, parse_json
+from paceline.nouns.record import elapsed_s
 
 _WINDOW = 50  # steps over which the speed is taken
 _LONGEST_S = 1e12  # seconds; a damaged event may have times from which follows anything
@@ -116,7 +117,7 @@ class Progress:
         if rate:
             fields.append(f"{rate:.1f} samples/s")
         if rate and total:
-            step_s = (self.records[-1]["at"] - self.records[0]["at"]) / (len(self.records) - 1)
+            step_s = elapsed_s(list(self.records)) / (len(self.records) - 1)
             steps_left = max(0, self.total_steps - last["step"])
             fields.append(f"{duration(step_s * steps_left)} left")
         fields.append(f"{last['memory_bytes'] / 2**20:.0f} MiB/rank")
@@ -147,10 +148,11 @@ def decoded(content: bytes) -> Iterator[dict[str, Any]]:
 
 def speed(records: list[dict[str, Any]]) -> float | None:
     """Return the samples per second between the first and the last of some step records."""
-    if len(records) < 2 or records[-1]["at"] <= records[0]["at"]:
+    seconds = elapsed_s(records)
+    if seconds <= 0:
         return None
     samples = sum(record["samples"] for record in records[1:])  # the first record's were done before its time
-    return float(samples / (records[-1]["at"] - records[0]["at"]))
+    return float(samples / seconds)
 
 
 def duration(seconds: float) -> str:

@@ -53,18 +53,20 @@ class Stalls:
     notices: dict[tuple[Any, ...], tuple[float, float]] = field(default_factory=dict)
     is_told: bool = False  # the present stall has been
     reports: list[Report] = field(default_factory=list)
+    # By rank: what tells its newest report from others, and when that was seen.
+    seen: dict[int, tuple[tuple[float, float], float]] = field(default_factory=dict)
 
-    def look(self, now: float, pids: Mapping[int, int]) -> list[str]:
+    def look(self, now_s: float, pids: Mapping[int, int]) -> list[str]:
         """Read what the ranks wrote, and return the lines to tell people now.
 
         Args:
-            now: seconds since the epoch.
+            now_s: of a clock that only goes forward.
             pids: processes of ranks on this host, by rank.
         """
         self.reports = read_reports(self.run_dir / FOLDER)  # also without notices: `who_left` judges by them
         if not self.notice_s:
             return []
-        longest_s = max((_stalled_s(report, now) for report in self.reports), default=0.0)
+        longest_s = max((self._stalled_s(report, now_s) for report in self.reports), default=0.0)
         if not self.reports and self.is_told:
             self.is_told = False
             if self.verdict is not None:
@@ -77,15 +79,24 @@ class Stalls:
         # The same notice comes rarely: a rank that is slow in every step would otherwise fill the screen.
         key = self._notice_key()
         noticed_at, pause_s = self.notices.get(key, (0.0, 0.0))
-        if now - noticed_at < pause_s:
+        if now_s - noticed_at < pause_s:
             return []
         pause_s = max(2 * pause_s, _AGAIN * self.notice_s)
-        self.notices[key] = (now, pause_s)
+        self.notices[key] = (now_s, pause_s)
         self.is_told = True
         if self.verdict is not None:
             self.verdict.begin()
         lines = _notice(self.reports, longest_s, self._missing(pids), pause_s)
         return [*lines[:-1], f"  More: paceline why {shlex.quote(str(self.run_dir))}", lines[-1]]
+
+    def _stalled_s(self, report: Report, now_s: float) -> float:
+        """Return the seconds without progress of a rank that wrote a report, and has written no other since."""
+        # Its time is only compared with the one before: clocks of hosts differ, and are set while a job runs.
+        rank, stalled_s = int(report["rank"]), float(report["stalled_s"])
+        this = float(report["at"]), stalled_s
+        if self.seen.get(rank, (None, 0.0))[0] != this:
+            self.seen[rank] = (this, now_s)
+        return stalled_s + now_s - self.seen[rank][1]
 
     def _notice_key(self) -> tuple[Any, ...]:
         """Return what tells one notice from another: the ranks that wait, with their calls and lines.
@@ -253,11 +264,6 @@ def _ranks(ranks: Sequence[int]) -> str:
     numbers = ", ".join(map(str, ranks[:8]))
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"ranks {numbers}{more}"
-
-
-def _stalled_s(report: Report, now: float) -> float:
-    since_report_s = max(0.0, now - float(report["at"]))  # another host's clock may be ahead
-    return float(report["stalled_s"]) + since_report_s
 
 
 def process_state(pid: int) -> str:

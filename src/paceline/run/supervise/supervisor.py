@@ -126,6 +126,7 @@ class Supervisor:
     asked_to_stop: list[int] = field(default_factory=list)
     has_told_ranks: bool = False
     lost: list[tuple[HostBackend, float]] = field(default_factory=list)  # hosts with ranks; seconds since the epoch
+    lost_s: dict[HostBackend, float] = field(default_factory=dict)  # when, by `clock`
     replaced: Replaced = field(init=False)
     backends: dict[int, HostBackend] = field(default_factory=dict)  # by rank
     gone: set[int] = field(default_factory=set)  # processes of lost hosts
@@ -293,6 +294,7 @@ class Supervisor:
         if self._have_workers_ended() or not lost:
             return  # it has done its part; others may still be saving
         self.lost.append((backend, _time_stamp()))
+        self.lost_s[backend] = self.clock.now_s()
         if self._goes_on_without(lost):
             self._leave_out(backend, lost)
             return
@@ -340,15 +342,15 @@ class Supervisor:
         coordinator = self.request.ranks + self.request.servers
         if not (self.request.assignments and self.request.servers and coordinator in self.gone):
             return
-        lost_at = [at for backend, at in self.lost if backend is self.backends[coordinator]]
-        if not lost_at:
+        lost_s = self.lost_s.get(self.backends[coordinator])
+        if lost_s is None:
             return
-        until = lost_at[0] + OUTLIVED_S
+        until_s = lost_s + OUTLIVED_S
         self.screen.say(
             f"paceline: waiting {OUTLIVED_S:g} s: a lost host that still runs ends its processes in that time"
         )
         signals_before = len(self.asked_to_stop)
-        while _time_stamp() < until and len(self.asked_to_stop) == signals_before:  # a signal ends the wait
+        while self.clock.now_s() < until_s and len(self.asked_to_stop) == signals_before:  # a signal ends the wait
             time.sleep(_TICK_S)
 
     def _have_workers_ended(self) -> bool:
