@@ -91,7 +91,7 @@ def test_extras_and_dependencies_are_those_of_the_project(metadata):
 def test_the_command_is_there(built):
     with zipfile.ZipFile(built[0]) as wheel:
         text = wheel.read(f"{NAME}.dist-info/entry_points.txt").decode()
-    assert text == "[console_scripts]\npaceline = paceline.cli.main:main\n"
+    assert text == "[console_scripts]\npaceline = paceline.__main__:main\n"
 
 
 def test_an_index_would_take_both(built):
