@@ -152,6 +152,34 @@ def hash_what_is_no_tensor(folder):
     (folder / "manifest.json").write_text(json.dumps(sealed(manifest)))
 
 
+def after_so_many_samples(folder, position):
+    """A job of 4 passes over 24 samples, and its checkpoint after step 5, changed as its author could."""
+    job = job_of(make())
+    steps(job, 5)
+    job.save(folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(sealed({**manifest, "position": position})))
+    return job_of(make())
+
+
+@pytest.mark.parametrize("position", [121, 10**15])
+def test_more_samples_than_the_steps_can_have_taken_are_refused(position, tmp_path):
+    job = after_so_many_samples(tmp_path / "saved", position)
+    with pytest.raises(
+        CheckpointError, match=f"its step 5 is after {position} samples, and a step takes at most the 24"
+    ):
+        job.load(tmp_path / "saved")
+    assert job.step_number == 0, "nothing was changed"
+
+
+def test_a_job_whose_data_ends_before_its_checkpoint_says_so(tmp_path, capsys):
+    job = after_so_many_samples(tmp_path / "saved", 120)
+    job.load(tmp_path / "saved")
+    assert not list(job.batches())
+    told = "step 5 was saved after 120 samples, and the 4 epochs of this workload have 96: no step is left"
+    assert told in capsys.readouterr().out
+
+
 DAMAGES = {
     truncate: "rank-00001.safetensors has",
     flip_a_bit: "rank-00000.safetensors was altered",

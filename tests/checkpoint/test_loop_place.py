@@ -19,7 +19,7 @@ MANIFEST = {
 }
 
 
-@pytest.mark.parametrize("place", [None, {"pass": 0, "batch": 0}, {"pass": 3, "batch": 10**6}])
+@pytest.mark.parametrize("place", [None, {"pass": 0, "batch": 0}, {"pass": 3, "batch": 10**6, "batches_a_step": 2}])
 def test_a_place_is_taken(place):
     assert fault_of_form({**MANIFEST, "loop": place}) is None
 
@@ -36,6 +36,9 @@ def test_a_place_is_taken(place):
         {"batch": 1},
         {"pass": 1, "batch": -1},
         {"pass": 1, "batch": 10**30},
+        {"pass": 1, "batch": 1, "batches_a_step": 0},
+        {"pass": 1, "batch": 1, "batches_a_step": 10**15},
+        {"pass": 1, "batch": 1, "batches_a_step": "2"},
         [1, 2],
         7,
     ],

@@ -64,6 +64,7 @@ class _Loop(Struct):
     # A resumed loop asks its sampler again for every pass that was made: a forged number must not take years.
     number: Annotated[int, Meta(ge=0, le=1_000_000)] = field(name="pass")
     batch: _Count
+    batches_a_step: Annotated[int, Meta(ge=1, le=1_000_000)] = 1
 
 
 class _Stream(Struct, forbid_unknown_fields=True):

@@ -688,7 +688,8 @@ class Job:
         # Each rank verifies some of the files; a damaged checkpoint is passed over by all of them.
         folder = find_good(path, self.notice, partial(check_files_together, comm=self.world))
         manifest = read_manifest(folder)
-        prepare.check_same_job(folder, manifest, self.workload, self.loader.samples)
+        end = self.loader.length()[1] if self.loader.samples else 0
+        prepare.check_same_job(folder, manifest, self.workload, self.loader.samples, end)
         snapshot.check_same_precision(self.optimizer, manifest["optimizer"])
         state = manifest["scheduler"]
         if self.scheduler is not None and state is not None:
@@ -733,6 +734,11 @@ class Job:
         before, (self.total_steps, self.end) = self.total_steps, self.steps.length(manifest)
         if self.total_steps != before:
             self.events.write({"event": "own_batches", "total_steps": self.total_steps})
+        if self.position > self.end and manifest.get("loop") is None:
+            self.notice(
+                f"step {self.step_number} was saved after {self.position} samples, and the {self.workload.epochs} "
+                f"epochs of this workload have {self.end}: no step is left"
+            )
         saved, now = manifest.get("batch_size", self.workload.batch_size), self.workload.batch_size
         if saved != now:
             self.notice(

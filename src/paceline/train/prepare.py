@@ -437,8 +437,16 @@ def check_may_write(folder: Path) -> None:
         )
 
 
-def check_same_job(folder: Path, manifest: dict[str, Any], workload: Workload, samples: int) -> None:
-    """Raise CheckpointError when the checkpoint's data order is not this workload's."""
+def check_same_job(folder: Path, manifest: dict[str, Any], workload: Workload, samples: int, end: int) -> None:
+    """Raise CheckpointError when the checkpoint's data order is not this workload's.
+
+    Args:
+        folder: the checkpoint.
+        manifest: its manifest.
+        workload: of this job.
+        samples: of its data set; 0: there is none.
+        end: the position after the job's last step.
+    """
     for name, here in (("seed", workload.seed), ("samples", samples)):
         if manifest.get(name, here) != here:
             raise CheckpointError(
@@ -446,3 +454,11 @@ def check_same_job(folder: Path, manifest: dict[str, Any], workload: Workload, s
                 f"it was saved with {name}={manifest[name]}, the workload has {name}={here}",
                 "resume with the seed and data it was trained on, or start a new job",
             )
+    step, position = manifest["step"], manifest["position"]
+    # A batch ends with its pass; a loop that leaves batches out still takes none after its end.
+    if samples and manifest.get("loop") is None and position > max(step * samples, end):
+        raise CheckpointError(
+            f"the checkpoint {folder} should be of a step that a job can have taken",
+            f"its step {step} is after {position} samples, and a step takes at most the {samples} of the data set",
+            "use an earlier checkpoint",
+        )
