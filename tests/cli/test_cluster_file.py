@@ -313,6 +313,7 @@ def test_explain_of_a_job_on_this_host_is_that_of_its_flags(folder, capsys):
     assert of_flags.pop("run directory") == ("runs/FILE-DATE-TIME", "default")
     assert of_command.pop("grace") == ("30 s", "default")
     assert of_command.pop("stall notice") == ("after 60 s", "default")
+    assert of_command.pop("stall timeout") == ("never", "default")
     assert of_command.pop("restarts") == ("0", "default")
     assert of_command == of_flags
 
@@ -331,6 +332,8 @@ def test_explain_of_a_command_shows_where_the_job_is_kept_and_when_it_saves(fold
         "7",
         "--stall-notice",
         "0",
+        "--stall-timeout",
+        "9",
         "train.py",
     ]
     shown = explained(capsys, "run", *words)
@@ -339,6 +342,7 @@ def test_explain_of_a_command_shows_where_the_job_is_kept_and_when_it_saves(fold
     assert shown["checkpoints kept"] == ("2", "flag --keep")
     assert shown["grace"] == ("7 s", "flag --grace")
     assert shown["stall notice"] == ("never", "flag --stall-notice")
+    assert shown["stall timeout"] == ("after 9 s", "flag --stall-timeout")
     monkeypatch.setenv("PACELINE_STALL_NOTICE", "9")
     Plan(mesh="replicate=2", checkpoint_every=0).write(folder / "plan.json")
     shown = explained(capsys, "run", "--resume", "--plan", "plan.json", "train.py")

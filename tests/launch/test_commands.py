@@ -151,6 +151,8 @@ def test_the_script_for_slurm_is_shell_and_leaves_ranks_to_srun(tmp_path):
         (2, "", False),
         (137, "", True),
         (137, "3", False),
+        (124, "", True),
+        (124, "3", False),
     ],
 )
 def test_what_the_script_does_after_the_ranks(tmp_path, code, restarts, requeues):

@@ -49,6 +49,7 @@ LAUNCHER = failed(
 )
 RAISED = failed()
 REFUSED = failed(2, is_paceline=True, type="PlanError")
+HUNG = failed(124, is_of_hosts=True, is_paceline=True, type="Stalled", message="the job should make progress")
 LOSS = failed(1, is_paceline=True, type="LossError")
 
 
@@ -89,6 +90,8 @@ def tries(tmp_path, monkeypatch):
 
 AGAIN = {
     "a kill": [(KILLED, 3), (DONE, 9)],
+    "no progress for --stall-timeout": [(HUNG, 3), (DONE, 9)],
+    "no progress for --stall-timeout before the first step": [(HUNG, None), (DONE, 9)],
     "a kill before the first step": [(KILLED, None), (DONE, 9)],
     "an exception after steps": [(RAISED, 3), (DONE, 9)],
     "an error of Paceline's after steps": [(LOSS, 3), (DONE, 9)],

@@ -29,8 +29,14 @@ def run_rows(parsed: argparse.Namespace, place: str) -> tuple[Row, ...]:
         return ()  # a rank of a job without a name keeps no run directory
     flags = [f"flag {parsed.given[name]}" for name in ("runs", "job", "resume") if name in parsed.given]
     folder: Row = ("run directory", _folder(parsed, place), ", ".join(flags) or "default")
+    timeout_s = parsed.stall_timeout
+    timeout = (
+        "stall timeout",
+        f"after {timeout_s:g} s" if timeout_s else "never",
+        _origin(parsed.given, "stall_timeout", "default"),
+    )
     if place in ("slurm", "kubernetes"):
-        return (folder,)
+        return (folder, timeout)
     notice_s = stall_notice_of(parsed.stall_notice, parsed.env)
     in_variable = any(each.partition("=")[0] == VARIABLE for each in parsed.env)
     otherwise = "flag -x" if in_variable else VARIABLE if os.environ.get(VARIABLE) else "default"
@@ -46,6 +52,7 @@ def run_rows(parsed: argparse.Namespace, place: str) -> tuple[Row, ...]:
             f"after {notice_s:g} s" if notice_s else "never",
             _origin(parsed.given, "stall_notice", otherwise),
         ),
+        timeout,
     )
 
 

@@ -24,7 +24,7 @@ _BESIDE_HOST = frozenset({"ssh", "mpi", "ray", ELASTIC})
 RUN_FLAGS: dict[str, frozenset[str]] = {
     **dict.fromkeys(("n", "plan", "job", "on", "is_module"), _JOBS),
     **dict.fromkeys(("checkpoint_every", "keep", "copy_to", "no_check"), _JOBS - {RANK}),
-    **dict.fromkeys(("runs", "resume", "resume_or_start"), _JOBS - {RANK}),
+    **dict.fromkeys(("runs", "resume", "resume_or_start", "stall_timeout"), _JOBS - {RANK}),
     **dict.fromkeys(("grace", "stall_notice", "json", "dry_run", "env", "shape", "profile"), _SUPERVISED),
     **dict.fromkeys(("hosts", "hostfile"), _WITH_HOSTS),
     "max_restarts": frozenset({"local", "mpi", "ray"}),

@@ -9,8 +9,11 @@ from pathlib import Path
 from paceline.launch.plan_choice import PlanRequest
 from paceline.launch.source_files import find_module
 from paceline.nouns.plan import Plan
+from paceline.nouns.reading import number
 from paceline.nouns.user_program import MODULE
 from paceline.run.directory import RunChoice
+from paceline.run.request import stall_timeout_of
+from paceline.run.supervise.stalls import VARIABLE as STALL_NOTICE
 
 RUNS = Path("runs")
 OWN_ARGUMENTS = "arguments of FILE, after `--` if flags clash"
@@ -69,6 +72,18 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", type=Path, default=RUNS, metavar="DIR", help="where runs are kept (default runs)")
     parser.add_argument("--resume", action="store_true", help="go on with --job, or with this file's last run")
     parser.add_argument("--resume-or-start", action="store_true", help="go on with --job if there is one, or start it")
+
+
+def add_stall_timeout(parser: argparse._ActionsContainer) -> None:
+    """Add --stall-timeout."""
+    what = "ends a job without progress (default: never)"
+    parser.add_argument("--stall-timeout", type=number, metavar="SECONDS", help=what)
+
+
+def stall_timeout(arguments: argparse.Namespace, notice_s: float) -> float:
+    """Return the seconds without progress until the job is ended; 0: it never is."""
+    is_flag = getattr(arguments, "stall_notice", None) is not None  # `submit` has none
+    return stall_timeout_of(arguments.stall_timeout, notice_s, "--stall-notice" if is_flag else STALL_NOTICE)
 
 
 def add_place_arguments(parser: argparse._ActionsContainer) -> None:

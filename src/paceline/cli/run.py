@@ -7,8 +7,9 @@ or in a pod, this command becomes the rank, or starts the ranks of its node.
 RUNS/JOB keeps the job's plan, events, failures, checkpoints and result.
 
 Exit codes: 0 done, or stopped by SIGTERM with a checkpoint; 1 the job failed;
-2 the request can't be met; 129, 130 stopped by SIGHUP, Ctrl-C; 143 stopped by
-SIGTERM without a checkpoint of its last step, or by one sent to a rank.
+2 the request can't be met; 124 ended by --stall-timeout; 129, 130 stopped by
+SIGHUP, Ctrl-C; 143 stopped by SIGTERM without a checkpoint of its last step, or
+by one sent to a rank.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ from paceline.cli.plan_flags import (
     add_place_arguments,
     add_plan_arguments,
     add_run_arguments,
+    add_stall_timeout,
     module_variable,
     plan_request,
     print_notice,
     run_choice,
+    stall_timeout,
 )
 from paceline.launch.cluster_file import ClusterSettings, read_cluster_file
 from paceline.launch.command import environment_of
@@ -79,6 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help=f"without progress until a notice says where each rank is (default {DEFAULT_S:g}; 0: never)",
     )
+    add_stall_timeout(parser)
     parser.add_argument("--profile", metavar="FIRST:LAST", help="steps that torch's profiler records, for the timeline")
     parser.add_argument(
         "--max-restarts",
@@ -131,6 +135,7 @@ def make_request(arguments: argparse.Namespace) -> tuple[RunRequest, ClusterSett
     _check_on(arguments.on)
     _check_grace(arguments.grace)
     notice_s = stall_notice_of(arguments.stall_notice, arguments.env)
+    timeout_s = stall_timeout(arguments, notice_s)
     # First what this process is (a rank, a node, or who starts a job), then what starts the ranks. Flags are checked
     # as soon as that is known: each applies in some places only.
     launcher = find_launcher(arguments.on, os.environ)
@@ -164,6 +169,7 @@ def make_request(arguments: argparse.Namespace) -> tuple[RunRequest, ClusterSett
         ray=ray,
         grace_s=arguments.grace,
         stall_notice_s=notice_s,
+        stall_timeout_s=timeout_s,
         max_restarts=arguments.max_restarts,
         is_json=arguments.json,
         is_dry_run=arguments.dry_run,

@@ -22,10 +22,12 @@ from paceline.cli.plan_flags import (
     add_place_arguments,
     add_plan_arguments,
     add_run_arguments,
+    add_stall_timeout,
     module_variable,
     plan_request,
     print_notice,
     run_choice,
+    stall_timeout,
 )
 from paceline.cli.run import settings_of
 from paceline.launch.cluster_file import TABLES, ClusterSettings
@@ -37,6 +39,7 @@ from paceline.launch.kubernetes.request import KubernetesOptions, KubernetesRequ
 from paceline.launch.plan_choice import says_ranks
 from paceline.launch.slurm import SlurmOptions
 from paceline.nouns.errors import UsageError
+from paceline.run.request import stall_notice_of
 from paceline.run.start.slurm import SlurmRequest, send_to_slurm, slurm_script
 from paceline.run.supervise.interrupts import interruptible
 
@@ -48,8 +51,7 @@ docs/hosts.md. RUNS/JOB must be on a file system that all nodes share.
 _KUBERNETES = """Send a job to Kubernetes with kubectl: a pod for each node.
 
 FILE is a path inside the image. The manifests are checked before they are sent.
-See docs/kubernetes.md. --image, --cpu and --memory must be given here or in
---cluster.
+See docs/kubernetes.md. Give --image, --cpu and --memory here or in --cluster.
 """
 # Of each setting: how its value is called, and what it is. Kinds and defaults are those of the cluster file.
 _SLURM_HELP = {
@@ -128,6 +130,7 @@ def _add_slurm(parser: argparse.ArgumentParser) -> None:
     add_plan_arguments(parser)
     add_checkpoint_arguments(parser)
     add_run_arguments(parser)
+    add_stall_timeout(parser)
     parser.add_argument("--json", action="store_true", help="print the job as JSON")
     parser.add_argument("--dry-run", action="store_true", help="print the script, and send nothing")
     where = parser.add_argument_group("nodes")
@@ -142,6 +145,7 @@ def _add_kubernetes(parser: argparse.ArgumentParser) -> None:
     add_plan_arguments(parser)
     add_checkpoint_arguments(parser)
     parser.add_argument("--job", metavar="NAME", help="the job's name (default: the file's)")
+    add_stall_timeout(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the manifests, and send nothing")
     parser.add_argument("--check", action="store_true", help="check the manifests in FILE, and send nothing")
     add_place_arguments(parser)
@@ -213,6 +217,7 @@ def slurm_request(arguments: argparse.Namespace, settings: ClusterSettings) -> S
         environment={**environment_of(arguments.env), **module_variable(arguments)},
         interface=values["interface"],
         python=values["python"],
+        stall_timeout_s=stall_timeout(arguments, stall_notice_of(None, arguments.env)),
     )
 
 
@@ -249,6 +254,8 @@ def kubernetes_request(arguments: argparse.Namespace, settings: ClusterSettings)
         job=arguments.job,
         shape=shape,
         environment=environment_of(arguments.env),
+        # Variables of this process are not those of the pods.
+        stall_timeout_s=stall_timeout(arguments, stall_notice_of(None, arguments.env, {})),
     )
 
 

@@ -97,7 +97,7 @@ TABLES: dict[str, dict[str, Setting]] = {
     },
 }
 # Flags about the job, and the tables of launchers that have some of them alone.
-_OF_THE_JOB = ("plan", "job", "env", "checkpoint_every", "keep", "copy_to")
+_OF_THE_JOB = ("plan", "job", "env", "checkpoint_every", "keep", "copy_to", "stall_timeout")
 _OF_SOME_JOBS = {"hosts": ("ssh", "mpi"), "hostfile": ("ssh", "mpi"), "runs": ("ssh", "mpi", "ray", "slurm")}
 _KINDS = {str: "a text", int: "a whole number", float: "a number", tuple: "a list of texts"}
 _FORMS = {str: str, int: int, float: float, tuple: [str]}

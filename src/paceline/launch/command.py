@@ -17,6 +17,7 @@ from paceline.nouns.plan import Plan
 _SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
 _HARMLESS = "TOKENIZER"  # TOKENIZERS_PARALLELISM
 STOPPED_CODE = 75  # of a rank that saved before the end (sysexits.h, EX_TEMPFAIL: try again); see launch/slurm.py
+STALLED_CODE = 124  # of a job that --stall-timeout ended, as of timeout(1): a scheduler may start it again
 HIDDEN = "(set, not shown)"
 
 
@@ -30,6 +31,7 @@ class RankCommand:
         runs, job: its run directory is RUNS/JOB.
         nodes, ranks_per_node: whose product the plan covers.
         environment: variables for the ranks; values never stand on a command line.
+        stall_timeout_s: seconds without progress until the job is ended; 0: never.
         python: on each host.
     """
 
@@ -42,6 +44,7 @@ class RankCommand:
     ranks_per_node: int = 1
     environment: dict[str, str] = field(default_factory=dict)
     python: str = sys.executable
+    stall_timeout_s: float = 0.0
 
     @property
     def run_dir(self) -> Path:
@@ -54,8 +57,14 @@ class RankCommand:
             *(self.python, "-m", module_names.COMMAND, "run"),
             *("--runs", str(self.runs.resolve()), "--job", self.job, "--resume-or-start"),
             *("--plan", str((self.run_dir / "plan.json").resolve())),
+            *stall_timeout_flag(self.stall_timeout_s),
             *(str(self.file.resolve()), *own_arguments(self.arguments)),
         ]
+
+
+def stall_timeout_flag(seconds: float) -> list[str]:
+    """Return --stall-timeout as words; none for 0, which is the default."""
+    return ["--stall-timeout", f"{seconds:.15g}"] if seconds else []
 
 
 def own_arguments(arguments: Sequence[str]) -> list[str]:

@@ -1,7 +1,8 @@
 """Write an sbatch script for Slurm that starts a rank a task, and send it.
 
 The script asks for a signal before the time limit, so that the ranks save, and goes back to the queue by itself: after
-such a stop always, after a rank's death by a signal a few times. A rank's own error ends the job.
+such a stop always, after a rank's death by a signal and after --stall-timeout a few times. A rank's own error ends the
+job.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
-from paceline.launch.command import STOPPED_CODE, RankCommand
+from paceline.launch.command import STALLED_CODE, STOPPED_CODE, RankCommand
 from paceline.nouns.errors import UsageError
 
 _TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")
@@ -93,9 +94,10 @@ def sbatch_script(rank: RankCommand, options: SlurmOptions) -> str:
 srun --kill-on-bad-exit=1 --export=ALL{cpus} {shlex.join(rank.words())}
 code=$?
 # {STOPPED_CODE}: the ranks were told to save before the time limit, or for a job that matters more, and there is more
-# to do. Above 128: a signal ended a rank.
+# to do. {STALLED_CODE}: they made no progress. Above 128: a signal ended a rank.
 if [ "$code" -eq {STOPPED_CODE} ] ||
-  {{ [ "$code" -gt 128 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {options.max_restarts} ]; }}; then
+  {{ {{ [ "$code" -eq {STALLED_CODE} ] || [ "$code" -gt 128 ]; }} &&
+    [ "${{SLURM_RESTART_COUNT:-0}}" -lt {options.max_restarts} ]; }}; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"

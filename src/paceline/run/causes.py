@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from paceline.run.job_facts import ANSWER_S, BUSY, ENDED, Facts, RankFacts
+from paceline.run.job_facts import BUSY, ENDED, Facts, RankFacts
 from paceline.run.times import FEW_STEPS, RankSplit, sentence, slow_rank
 
 _STILL_S = 3.0  # without progress: a rank that has had none for so long stands still
@@ -97,7 +97,7 @@ def _of_processes(facts: Facts) -> Iterator[Cause]:
     if rest:
         hosts = sorted({rank.host for rank in silent if rank.host and rank.rank in rest})
         where = f" (on {', '.join(hosts[:_MOST_SHOWN])})" if hosts else ""
-        text = f"{_named(rest)}{where} did not answer within {ANSWER_S:.0f} s"
+        text = f"{_named(rest)}{where} did not answer within {facts.answer_s:.0f} s"
         yield Cause("no answer", rest, text, "look whether that host is up, and sees this run directory")
 
 

@@ -259,7 +259,7 @@ def _write_start(folder: Path, plan: Plan, script: Path, arguments: Sequence[str
     plan.write(folder / "plan.json")
     # What an earlier attempt left would be read as this one's: its failures, its stalls, its result.
     failures = (folder / "failures").glob("*.json")
-    stalls = (folder / "stalls").glob("*")
+    stalls = (folder / "stalls").glob("*.json")  # not those of a job that --stall-timeout ended
     for old in [*failures, *stalls, folder / "result.json"]:
         old.unlink(missing_ok=True)
     job = {"version": VERSION, "script": str(script.resolve()), "arguments": list(arguments), "ranks": plan.world_size}

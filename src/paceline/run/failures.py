@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.launch.command import STALLED_CODE
 from paceline.nouns.errors import PacelineError, ReadError
 from paceline.nouns.reading import COUNT, Whole, parse_whole, read_json
 
@@ -35,6 +36,7 @@ def signal_name(number: int) -> str:
 
 
 _FOUND = "  found: "  # how the second line of an error of ours begins
+STALLED = "Stalled"  # the type of a failure for want of progress
 LEFT = 256  # a status beside the exit codes: the process ended with 0 in the middle of its file, by os._exit(0)
 
 
@@ -92,6 +94,24 @@ def never_ended(rank: int, at: float, run_dir: Path) -> dict[str, Any]:
         "see that all hosts share that folder (`paceline doctor -H ...` looks), and whether something ended that rank",
     )
     return {**_died(rank, at, str(error)), "is_paceline": True}
+
+
+def made_no_progress(
+    limit_s: float, at: float, place: tuple[int | None, int | None], found: str, fix: str
+) -> dict[str, Any]:
+    """Return the failure of a job whose ranks made no progress for so long that it was ended.
+
+    Args:
+        limit_s: seconds.
+        at: when it was ended, seconds since the epoch.
+        place: the rank that the others wait for, and its step; None: of none, or of several.
+        found: why, and where each rank stands.
+        fix: what to do.
+    """
+    rank, step = place
+    error = PacelineError(f"the job should make progress within {limit_s:g} s (--stall-timeout)", found, fix)
+    fields = {"type": STALLED, "step": step, "is_paceline": True, "exit_code": STALLED_CODE}
+    return {**_died(rank, at, str(error.at(rank, step))), **fields}
 
 
 def lost_server(status: int, at: float) -> dict[str, Any]:

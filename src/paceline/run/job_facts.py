@@ -70,6 +70,11 @@ class RankFacts:
         return int(self.answer["step"] or self.answer["steps_done"])
 
     @property
+    def stalled_s(self) -> float:
+        """Return the seconds without progress of a rank that answered."""
+        return 0.0 if self.answer is None else float(self.answer["stalled_s"])
+
+    @property
     def line(self) -> str:
         """Return the innermost line of the user's code, or of any code."""
         if self.answer is None:
@@ -113,6 +118,7 @@ class Facts:
         age_s: seconds since the job was started.
         quiet_s: seconds since the newest event.
         is_first_step: this start of the job has not ended a step.
+        answer_s: seconds in which a rank had to answer.
     """
 
     run: Run
@@ -128,17 +134,24 @@ class Facts:
     age_s: float = 3600.0
     quiet_s: float = 3600.0
     is_first_step: bool = False
+    answer_s: float = ANSWER_S
 
 
-def collect(folder: Path) -> Facts:
-    """Return what the run directory, the ranks and this host say."""
+def collect(folder: Path, answer_s: float | None = None) -> Facts:
+    """Return what the run directory, the ranks and this host say.
+
+    Args:
+        folder: the run directory.
+        answer_s: seconds in which a rank has to answer; None: ANSWER_S.
+    """
+    answer_s = ANSWER_S if answer_s is None else answer_s
     run = read_run(folder)
     is_open = run.status in (RUNNING, SILENT)
     answers: dict[int, dict[str, Any]] = {}
     not_asked = None
     if is_open and run.ranks:
         try:
-            answers = {rank: answer for rank, answer in ask(folder, run.ranks, ANSWER_S).items() if _is_whole(answer)}
+            answers = {rank: answer for rank, answer in ask(folder, run.ranks, answer_s).items() if _is_whole(answer)}
         except OSError as error:  # such as of a full disk
             not_asked = f"{folder} can't be written ({error.strerror})"
     ranks = _ranks(folder, run, answers) if is_open else []
@@ -157,6 +170,7 @@ def collect(folder: Path) -> Facts:
         age_s=max(0.0, time.time_ns() / 1e9 - run.started),
         quiet_s=_quiet_s(folder),
         is_first_step=_is_first_step(events),
+        answer_s=answer_s,
     )
 
 

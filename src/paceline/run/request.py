@@ -62,6 +62,7 @@ class RunRequest:
         ssh, mpi, ray: options of what starts the ranks.
         grace_s: for a checkpoint after Ctrl-C or SIGTERM.
         stall_notice_s: seconds without progress until a notice; 0: never.
+        stall_timeout_s: seconds without progress until the job is ended; 0: never.
         max_restarts: after ranks that died.
         is_json: standard output is for the result alone.
         is_dry_run: nothing is started.
@@ -84,6 +85,7 @@ class RunRequest:
     ray: RayOptions = field(default_factory=RayOptions)
     grace_s: float
     stall_notice_s: float
+    stall_timeout_s: float = 0.0
     max_restarts: int = 0
     is_json: bool = False
     is_dry_run: bool = False
@@ -127,12 +129,15 @@ def place_of(launcher: LauncherPosition | NodeInfo | None, on: str | None, job: 
     return ELASTIC if limits != HostLimits() and place in ("local", "ssh") else place
 
 
-def stall_notice_of(seconds: float | None, definitions: Sequence[str]) -> float:
+def stall_notice_of(
+    seconds: float | None, definitions: Sequence[str], environment: Mapping[str, str] = os.environ
+) -> float:
     """Return the seconds without progress until a notice: the flag's, or else what the ranks' environment says.
 
     Args:
         seconds: of the flag.
         definitions: variables for the ranks, as -x has them; whether all of them can be is checked later.
+        environment: that the ranks have beside these.
 
     Raises:
         UsageError: it is no number of seconds.
@@ -143,10 +148,35 @@ def stall_notice_of(seconds: float | None, definitions: Sequence[str]) -> float:
         if name == VARIABLE and equals:
             stall_variable[name] = value
     if seconds is None:
-        return notice_time({**os.environ, **stall_variable})
+        return notice_time({**environment, **stall_variable})
     notice_time(stall_variable)  # the ranks read it, beside the flag too
     if not 0 <= seconds < float("inf"):
         raise UsageError(
             f"--stall-notice {seconds:g}", "it is no number of seconds", "write seconds, or 0 for no notice"
+        )
+    return seconds
+
+
+def stall_timeout_of(seconds: float | None, notice_s: float, notice_name: str) -> float:
+    """Return the seconds without progress until a job is ended; 0: it never is.
+
+    Args:
+        seconds: of the flag; None: it was not given.
+        notice_s: seconds without progress until a notice, which is to come first; 0: there is none.
+        notice_name: by which the notice's time can be changed.
+
+    Raises:
+        UsageError: it is no number of seconds, or no longer than the notice's.
+    """
+    if not seconds:
+        return 0.0
+    if not 0 < seconds < float("inf"):
+        found = "it is no number of seconds"
+        raise UsageError(f"--stall-timeout {seconds:g}", found, "write seconds, or leave it out for no end")
+    if seconds <= notice_s:
+        raise UsageError(
+            f"--stall-timeout {seconds:g}",
+            f"the notice of where each rank is comes after {notice_s:g} s, and the job would end before it",
+            f"write more than {notice_s:g}, or a smaller {notice_name}",
         )
     return seconds

@@ -49,6 +49,7 @@ class KubernetesJob:
         max_restarts: of the whole job after a failure.
         placeholder_timeout_s: seconds that a gang may take to be placed.
         grace_s: seconds that a pod has to save after SIGTERM, until SIGKILL.
+        stall_timeout_s: seconds without progress until the job is ended; 0: never.
         runtime: a ClusterTrainingRuntime for a TrainJob; empty: one of its own is written.
         scheduler: the schedulerName, where the cluster does not use the usual one.
         egress: networks (CIDR) that pods may reach beside each other and DNS.
@@ -76,6 +77,7 @@ class KubernetesJob:
     max_restarts: int = 3
     placeholder_timeout_s: int = 600
     grace_s: int = 120
+    stall_timeout_s: float = 0.0
     node_selector: Mapping[str, str] = field(default_factory=dict)
     tolerations: Sequence[Mapping[str, Any]] = ()
     service_account: str = ""

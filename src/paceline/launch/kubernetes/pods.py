@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from paceline.launch.command import stall_timeout_flag
 from paceline.nouns.errors import UsageError
 from paceline.nouns.plan import Plan
 
@@ -175,7 +176,7 @@ def _run(job: KubernetesJob) -> list[str]:
     for name in ("checkpoint_every", "keep", "copy_to"):  # not of the plan's line
         if getattr(job.plan, name) != getattr(default, name):
             command += [f"--{name.replace('_', '-')}", str(getattr(job.plan, name))]
-    return command
+    return [*command, *stall_timeout_flag(job.stall_timeout_s)]
 
 
 def _literal(word: str) -> str:

@@ -61,6 +61,7 @@ class KubernetesRequest:
         job: its name; None: the file's.
         shape: nodes, and ranks on each; None: one node.
         environment: variables for the ranks.
+        stall_timeout_s: seconds without progress until the job is ended; 0: never.
     """
 
     file: str
@@ -71,6 +72,7 @@ class KubernetesRequest:
     job: str | None = None
     shape: Shape | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+    stall_timeout_s: float = 0.0
 
 
 def kubernetes_job(request: KubernetesRequest, notice: Callable[[str], None]) -> KubernetesJob:
@@ -96,6 +98,7 @@ def kubernetes_job(request: KubernetesRequest, notice: Callable[[str], None]) ->
         nodes=shape.nodes,
         ranks_per_node=shape.ranks_per_node,
         environment=dict(request.environment),
+        stall_timeout_s=request.stall_timeout_s,
         **_fields(options),
     )
 

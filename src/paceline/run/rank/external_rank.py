@@ -26,6 +26,7 @@ from paceline.launch.command import STOPPED_CODE
 from paceline.launch.orphans import die_with_parent, kill_group
 from paceline.launch.process_exit import exit_process
 from paceline.nouns.errors import PacelineError
+from paceline.nouns.reading import parse_number
 from paceline.rendezvous.launcher_env import find_position
 from paceline.rendezvous.rank_variables import variables_of
 from paceline.run.directory import write_json
@@ -41,7 +42,7 @@ from paceline.run.failures import (
 )
 from paceline.run.supervise.job import finish
 from paceline.run.supervise.progress import Progress
-from paceline.run.supervise.stalls import Stalls, notice_time
+from paceline.run.supervise.stalls import TIMEOUT_VARIABLE, Stalls, Timeout, notice_time
 from paceline.run.supervise.supervisor import Ending
 
 SETTLE_S = 1.0  # for what the others write down about a failure, or after a signal, before the result is written
@@ -61,7 +62,8 @@ def main() -> int:
         from paceline.run.rank.worker import failed
 
         return failed(error)
-    return JoinedRank(Path(os.environ["PACELINE_RUN_DIR"]), notice_s).run(sys.argv[1], sys.argv[2:])
+    timeout_s = parse_number(os.environ.get(TIMEOUT_VARIABLE, "")) or 0.0
+    return JoinedRank(Path(os.environ["PACELINE_RUN_DIR"]), notice_s, timeout_s).run(sys.argv[1], sys.argv[2:])
 
 
 class JoinedRank:
@@ -70,9 +72,10 @@ class JoinedRank:
     Args:
         run_dir: of the job.
         notice_s: seconds without progress after which people are told where the ranks stand; 0: never.
+        timeout_s: seconds without progress after which rank 0 ends the job; 0: never.
     """
 
-    def __init__(self, run_dir: Path, notice_s: float) -> None:
+    def __init__(self, run_dir: Path, notice_s: float, timeout_s: float = 0.0) -> None:
         self.run_dir = run_dir
         self.rank = int(os.environ["PACELINE_RANK"])
         self.size = int(os.environ["PACELINE_WORLD_SIZE"])
@@ -83,9 +86,10 @@ class JoinedRank:
         self.has_begun = False  # its mark stands among the ends
         self.progress = Progress(run_dir)  # before the first step: it follows from the file's present end
         self.stalls = Stalls(run_dir, notice_s, self.size)
+        self.timeout = Timeout(run_dir, timeout_s)
         self.signals: list[int] = []  # that came, and were handed on to the rank while it ran
         self.pid = 0
-        self.left: dict[str, Any] | None = None  # the failure of a rank that left, for which this one was ended
+        self.left: dict[str, Any] | None = None  # the failure of a rank that left, or stands, for which this one ended
         self.printed_message = ""  # the one that stands on stderr in full
 
     def run(self, script: str, arguments: list[str]) -> int:
@@ -162,18 +166,25 @@ class JoinedRank:
                     self._look_for_stalls()
 
     def _look_for_stalls(self) -> None:
-        """Tell people of ranks that make no progress; end this rank where another left before it.
+        """Tell people of ranks that make no progress; end this rank where another left before it, or none makes any.
 
         Only rank 0 does so. Its end is what the launcher, or the other ranks' collectives, then fail by.
         """
-        for line in self.stalls.look(_time_stamp(), {self.rank: self.pid}):
+        now_s = time.monotonic()
+        pids = {self.rank: self.pid}
+        for line in self.stalls.look(now_s, pids):
             print(line, flush=True)
-        if "PACELINE_COORDINATOR" in os.environ:  # a job with parameter servers
-            return
-        left = self.stalls.who_left()
-        if left is not None and not read_failures(self.run_dir):
-            self.left = left_early(left, _time_stamp(), "it left its loop and closed the job")
-            self._write(self.left)
+        if self.progress.read():
+            self.timeout.progress()
+        failure = self.timeout.look(now_s, _time_stamp(), self.ends.read(range(self.size)), pids)
+        left = None
+        if failure is None and "PACELINE_COORDINATOR" not in os.environ:  # workers of servers don't wait for each other
+            left = self.stalls.who_left()
+        if left is not None:
+            failure = left_early(left, _time_stamp(), "it left its loop and closed the job")
+        if failure is not None and not self.signals and not read_failures(self.run_dir):
+            self.left = failure
+            self._write(failure)
             os.kill(self.pid, signal.SIGKILL)
 
     def _write_failure(self, status: int) -> None:

@@ -119,6 +119,7 @@ def _job_request(request: RunRequest, plan: Plan, file: WorkloadFile, screen: Sc
         # Elsewhere the variables are in what starts the ranks.
         environment=dict(request.environment) if request.place == "local" else {},
         stall_notice_s=request.stall_notice_s,
+        stall_timeout_s=request.stall_timeout_s,
     )
 
 
@@ -145,6 +146,7 @@ def _run_elastic(request: RunRequest, outcome: Outcome, notice: Notice) -> None:
         preload=file.imports,
         grace_s=request.grace_s,
         stall_notice_s=request.stall_notice_s,
+        stall_timeout_s=request.stall_timeout_s,
     )
     elastic = Elastic(rules, discover, fleet_options(request), plan, job, screen)
     try:

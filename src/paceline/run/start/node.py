@@ -111,6 +111,7 @@ def _job_request(request: RunRequest, node: NodeInfo, plan: Plan, file: Workload
         world_size=plan.world_size,
         environment={**request.environment, "PACELINE_PLAN": json.dumps(asdict(plan))},
         stall_notice_s=request.stall_notice_s,
+        stall_timeout_s=request.stall_timeout_s,
     )
 
 

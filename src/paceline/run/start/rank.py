@@ -20,6 +20,7 @@ from paceline.rendezvous.launcher_env import LauncherPosition
 from paceline.rendezvous.rank_variables import variables_of
 from paceline.run import directory
 from paceline.run.request import RunRequest
+from paceline.run.supervise.stalls import TIMEOUT_VARIABLE as STALL_TIMEOUT
 
 
 def become_rank(request: RunRequest, position: LauncherPosition, notice: Callable[[str], None]) -> NoReturn:
@@ -43,6 +44,7 @@ def become_rank(request: RunRequest, position: LauncherPosition, notice: Callabl
         if request.run.must_go_on and has_resume_point(run_dir / "checkpoints"):
             os.environ["PACELINE_RESUME"] = str(run_dir.resolve() / "checkpoints")
         os.environ["PACELINE_RUN_DIR"] = str(run_dir.resolve())
+        os.environ[STALL_TIMEOUT] = str(request.stall_timeout_s)
         program = [sys.executable, "-m", module_names.EXTERNAL_RANK, request.file]
         os.environ.update({**variables_of(position), **request.environment})
     sys.stdout.flush()  # exec drops what Python has buffered

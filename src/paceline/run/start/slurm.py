@@ -32,6 +32,7 @@ class SlurmRequest:
         environment: variables for the ranks.
         interface: for torch's sockets; "": the one that leads to the other hosts.
         python: on each node.
+        stall_timeout_s: seconds without progress until the job is ended; 0: never.
     """
 
     file: str
@@ -43,6 +44,7 @@ class SlurmRequest:
     environment: Mapping[str, str] = field(default_factory=dict)
     interface: str = ""
     python: str = sys.executable
+    stall_timeout_s: float = 0.0
 
     @property
     def module(self) -> str:
@@ -126,5 +128,6 @@ def _render(request: SlurmRequest, plan: Plan, run_dir: Path, file: Path) -> str
         ranks_per_node=shape.ranks_per_node,
         environment=_environment(request),
         python=request.python,
+        stall_timeout_s=request.stall_timeout_s,
     )
     return sbatch_script(rank, request.options)

@@ -103,6 +103,7 @@ class LocalBackend:
         self.host = host
         self.start_process = start
         self.server: ForkServer | None = None
+        self.has_started = False
         self.pids: dict[int, int] = {}
 
     def start(self, settings: RankSettings) -> None:
@@ -121,6 +122,7 @@ class LocalBackend:
     def _told(self, text: str) -> None:
         message = json.loads(text)  # trusted: the fork server is our own child
         if "started" in message:
+            self.has_started = True
             self.pids = {int(rank): pid for rank, pid in message["started"].items()}
             self.events.on_started(dict(self.pids))
         elif "restarted" in message:
@@ -138,7 +140,9 @@ class LocalBackend:
                     os.kill(self.pids[rank], number)
 
     def kill(self) -> None:
-        """Kill its ranks and all that they started."""
+        """Kill its ranks and all that they started; before there is one, what would start them."""
+        if self.server is not None and not self.has_started:
+            self.server.process.kill()
         # Each rank leads a process group of its own, to which its data loader's workers belong.
         for pid in self.pids.values():
             with contextlib.suppress(ProcessLookupError):

@@ -3,30 +3,36 @@
 Each rank writes down where it stands after some time without progress (`run/rank/watchdog.py`). A notice ends
 nothing: a long first step, a compilation, an evaluation or a debugger looks alike. One thing is certain, and ends the
 job whether notices are wanted or not: a rank that has closed its job after step N while another waits for it in a
-later step.
+later step. Otherwise a job ends for want of progress only where somebody said after how long: see `Timeout`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from paceline.nouns.errors import ReadError, UsageError
 from paceline.nouns.reading import COUNT, read_json
+from paceline.run.failures import made_no_progress
+from paceline.run.job_facts import Facts, RankFacts
 from paceline.run.supervise.verdict import Verdict
 
 FOLDER = "stalls"  # in the run directory
 VARIABLE = "PACELINE_STALL_NOTICE"
+TIMEOUT_VARIABLE = "PACELINE_STALL_TIMEOUT"  # from `paceline run` to the rank that it becomes
 DEFAULT_S = 60.0
 _EARLY = 0.75  # of the notice time: reports come a little late, and the notice should not
 _AGAIN = 10  # times the notice time until the same notice comes again, and twice as long after each
 _MINUTE_S = 60.0
 _FRAMES = 8  # of a stack that is shown
+_MOST_PASSED_S = 5.0  # that one look counts: this process, or the whole host, may have been suspended since the last
+_ANSWER_S = (4.0, 60.0)  # for ranks to answer: a tenth of the timeout within these; a network file system may be slow
 _IDLE = 0.2  # cores: a rank that uses less is not computing
 _STATES = {"T": "its process is stopped (SIGSTOP?)", "t": "a debugger has stopped its process", "Z": "it has ended"}
 _GOES_ON = "nothing reported: it makes progress, or runs native code that lets no other thread run"
@@ -141,6 +147,121 @@ class Stalls:
         return min(left, default=None)
 
 
+@dataclass(slots=True)
+class Timeout:
+    """Judges when a job has made no progress for so long that it is to be ended.
+
+    Progress is an event of the job, and what the ranks' watchdogs count: a step, or the begin of a collective. When no
+    event has come for the whole time, the ranks are asked. The job stands if each rank that answers has made no
+    progress for as long; a rank that gives no answer twice is stopped, or holds Python's lock in native code.
+
+    Args:
+        run_dir: of the job.
+        seconds: without progress; 0: the job is never ended.
+        verdict: asks the ranks.
+        quiet_s: seconds without progress so far, as this process looked on.
+        looked_s: when it looked last.
+        silent: ranks that gave no answer when they were asked last; None: they were not asked.
+    """
+
+    run_dir: Path
+    seconds: float = 0.0
+    verdict: Verdict = field(init=False)
+    quiet_s: float = 0.0
+    looked_s: float = math.inf
+    silent: set[int] | None = None
+
+    def __post_init__(self) -> None:
+        least_s, most_s = _ANSWER_S
+        self.verdict = Verdict(self.run_dir, min(max(self.seconds / 10, least_s), most_s))
+
+    def progress(self, ago_s: float = 0.0) -> None:
+        """Take in that the job made progress, so many seconds ago."""
+        self.quiet_s = min(self.quiet_s, ago_s)
+        self.silent = None
+        self.verdict.drop()  # answers from before it
+
+    def look(self, now_s: float, at: float, ended: Collection[int], pids: Mapping[int, int]) -> dict[str, Any] | None:
+        """Return the failure of a job that is to be ended; None: it goes on, or is not known to stand.
+
+        Args:
+            now_s: of a clock that only goes forward.
+            at: seconds since the epoch.
+            ended: ranks that have ended.
+            pids: processes of ranks on this host, by rank; 0 of one that is not started yet.
+        """
+        self.quiet_s += min(max(now_s - self.looked_s, 0.0), _MOST_PASSED_S)
+        self.looked_s = now_s
+        if not self.seconds or self.quiet_s < self.seconds:
+            return None
+        facts = self.verdict.answers()
+        if facts is None or not self._stands(facts, ended, pids):
+            return None
+        ranks = [rank for rank in facts.ranks if rank.rank not in ended]
+        culprit = self._culprit()
+        step = next((rank.answer["step"] for rank in ranks if rank.rank == culprit and rank.answer), None)
+        return made_no_progress(self.seconds, at, (culprit, step), self._found(ranks), self._fix(ranks))
+
+    def _stands(self, facts: Facts, ended: Collection[int], pids: Mapping[int, int]) -> bool:
+        ranks = [rank for rank in facts.ranks if rank.rank not in ended]
+        answered = [rank for rank in ranks if rank.answer is not None]
+        if not ranks or facts.not_asked is not None:
+            self.progress()  # nothing is known: the run directory is not seen here, or can't be written
+            return False
+        youngest_s = min((rank.stalled_s for rank in answered), default=math.inf)
+        if youngest_s < self.seconds:
+            self.progress(youngest_s)
+            return False
+        silent = {rank.rank for rank in ranks if rank.answer is None}
+        if not answered and not all(rank.pid or rank.rank in pids for rank in ranks):
+            self.progress()  # of none of them a sign has ever been seen here
+            return False
+        # A rank that is only slow to answer, as on a busy core, is asked again.
+        is_known = silent <= (self.silent or set())
+        self.silent = silent
+        return is_known
+
+    def _found(self, ranks: Sequence[RankFacts]) -> str:
+        """Return the cause, where there is one, and where each rank stands."""
+        ranks_by_standing: dict[str, list[int]] = {}
+        for rank in ranks:
+            text = f"no answer, {rank.state or ('running' if rank.pid else 'its job has not begun')}"
+            if rank.answer is not None:
+                text = _standing(rank.answer)
+            ranks_by_standing.setdefault(text, []).append(rank.rank)
+        standings = [f"{_ranks(numbers)}: {text}" for text, numbers in ranks_by_standing.items()]
+        first = self.verdict.found[0].text if self.verdict.found else "no step was taken, and no collective begun"
+        return f"{first} ({'; '.join(standings)})"
+
+    def _fix(self, ranks: Sequence[RankFacts]) -> str:
+        """Return what to do, and where the stacks are, which are written now."""
+        # Not the cause's own: that is about processes which are ended now.
+        folder = self._write_stacks(ranks)
+        stacks = f"look at the stacks in {folder}, or " if folder is not None else ""
+        return f"{stacks}raise --stall-timeout if the job may take so long there"
+
+    def _write_stacks(self, ranks: Sequence[RankFacts]) -> Path | None:
+        """Write what the ranks answered to a folder of its own: the next start removes the other reports."""
+        number = 1
+        while (folder := self.run_dir / FOLDER / f"ended-{number}").exists():
+            number += 1
+        answers = {rank.rank: rank.answer for rank in ranks if rank.answer is not None}
+        if not answers:
+            return None
+        try:
+            folder.mkdir(parents=True)
+            for number, answer in answers.items():
+                (folder / f"{number}.json").write_text(json.dumps(answer, indent=1))
+        except OSError:  # the error is said without them
+            return None
+        return folder
+
+    def _culprit(self) -> int | None:
+        """Return the one rank that the others wait for; None: there is none, or several."""
+        first = self.verdict.found[0] if self.verdict.found else None
+        return first.ranks[0] if first is not None and len(first.ranks) == 1 else None
+
+
 def notice_time(environment: Mapping[str, str]) -> float:
     """Return the seconds without progress after which people are told; 0: never.
 
@@ -218,9 +339,9 @@ def _notice(reports: Sequence[Report], longest_s: float, missing: Mapping[int, s
     return lines
 
 
-def _standing(report: Report) -> str:
+def _standing(report: Mapping[str, Any]) -> str:
     """Return in a few words where a rank stands: equal for ranks at the same place."""
-    if report["is_closing"]:
+    if report.get("is_closing"):
         return f"left its loop after step {report['steps_done']}, closing the job"
     step = "" if report["step"] is None else f"step {report['step']}, "
     line = report["line"] or _innermost(report)
@@ -250,7 +371,7 @@ def _stack(report: Report) -> list[str]:
     return lines
 
 
-def _innermost(report: Report) -> str:
+def _innermost(report: Mapping[str, Any]) -> str:
     if not report["stack"]:
         return "an unknown line"
     file, line, name = report["stack"][0]

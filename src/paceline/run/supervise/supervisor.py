@@ -17,7 +17,7 @@ from paceline.launch.rank_assignment import HostRanks, Rendezvous, with_servers
 from paceline.launch.template import Start
 from paceline.nouns.clock import Clock, WallClock
 from paceline.nouns.errors import UsageError
-from paceline.run.failures import first_cause, left_early, read_failures, signal_name, silent_death
+from paceline.run.failures import STALLED, first_cause, left_early, read_failures, signal_name, silent_death
 from paceline.run.output import OutputLog
 from paceline.run.private import PrivateFolder, make_private
 from paceline.run.supervise.agent import OUTLIVED_S
@@ -25,7 +25,7 @@ from paceline.run.supervise.host_backend import HostBackend, Listening, LocalBac
 from paceline.run.supervise.progress import Progress, Screen
 from paceline.run.supervise.restart_policy import Replaced
 from paceline.run.supervise.server_news import ServerNews
-from paceline.run.supervise.stalls import DEFAULT_S, VARIABLE, Stalls, process_state
+from paceline.run.supervise.stalls import DEFAULT_S, VARIABLE, Stalls, Timeout, process_state
 from paceline.run.supervise.verdict import Verdict
 from paceline.server.coordinator.absences import silence_s
 
@@ -61,6 +61,7 @@ class JobRequest:
         world_size: ranks of the job, where others are started elsewhere; 0: there are no others.
         environment: more of it, for the ranks.
         stall_notice_s: seconds without progress after which people are told where the ranks stand; 0: never.
+        stall_timeout_s: seconds without progress after which the job is ended; 0: never.
         private: the job's private folder, of whoever asks for the job; None: one is made, and removed at its end.
         function: a descriptor of what every rank calls, in place of `script`; -1: nothing.
         start: what starts the fork server on this host.
@@ -78,6 +79,7 @@ class JobRequest:
     world_size: int = 0
     environment: dict[str, str] = field(default_factory=dict)
     stall_notice_s: float = DEFAULT_S
+    stall_timeout_s: float = 0.0
     private: PrivateFolder | None = None
     function: int = -1
     start: Start = subprocess.Popen
@@ -139,6 +141,7 @@ class Supervisor:
     output: OutputLog = field(init=False)
     news: ServerNews | None = None  # of parameter servers
     stalls: Stalls = field(init=False)
+    timeout: Timeout = field(init=False)
     looked_s: float = float("-inf")  # for stalls
     stopped_s: dict[int, float] = field(default_factory=dict)  # by rank, since when its process has been stopped
     signals_before: dict[signal.Signals, Any] = field(default_factory=dict)
@@ -151,6 +154,7 @@ class Supervisor:
         self.replaced = Replaced(self.request.ranks, self.request.servers)
         ranks = self.request.world_size or self.request.ranks
         self.stalls = Stalls(self.request.run_dir, self.request.stall_notice_s, ranks, Verdict(self.request.run_dir))
+        self.timeout = Timeout(self.request.run_dir, self.request.stall_timeout_s)
 
     def run(self) -> tuple[Ending, Progress]:
         """Run the job to its end. Nothing is left behind: no process, no file outside the run directory.
@@ -236,22 +240,24 @@ class Supervisor:
         if is_time_up or self.is_hung():
             self._kill()
         if progress.read():
+            self.timeout.progress()
             self.screen.show_progress(progress.line(), now_s)
         if self.news is not None:
             self.news.read()
         if now_s - self.looked_s >= _LOOK_S:
             self.looked_s = now_s
-            self._look_for_stalls()
+            self._look_for_stalls(now_s)
 
-    def _look_for_stalls(self) -> None:
+    def _look_for_stalls(self, now_s: float) -> None:
         local_pids = {}
         for rank, pid in self.alive.items():
             if isinstance(self.backends[rank], LocalBackend):
                 local_pids[rank] = pid
         if self.news is not None and not self.news.mode:  # the servers have not said yet that they started
             self._end_stopped(local_pids)
-        for line in self.stalls.look(_time_stamp(), local_pids):
+        for line in self.stalls.look(now_s, local_pids):
             self.screen.say(line)
+        self._end_at_timeout(now_s, local_pids)
         if self.request.servers:  # workers don't wait for each other in collectives; the coordinator judges them
             return
         # The one hang that is certain. The killed ranks' own statuses don't count: see `_is_own_doing`.
@@ -259,6 +265,21 @@ class Supervisor:
         if left is not None and self.kill_at_s is None:
             self.deaths[left] = left_early(left, _time_stamp(), "it left its loop and closed the job")
             self._kill()
+
+    def _end_at_timeout(self, now_s: float, local_pids: dict[int, int]) -> None:
+        """End a job that has made no progress for as long as --stall-timeout says."""
+        pids = local_pids
+        if not self.alive and not self.ended:  # what starts the ranks hangs, such as an import of the file's
+            pids = dict.fromkeys(self.backends, 0)
+        failure = self.timeout.look(now_s, _time_stamp(), self.ended, pids)
+        if failure is None or self.kill_at_s is not None:
+            return
+        rank = failure["rank"]
+        self.deaths[-1 if rank is None else rank] = failure
+        self.kill_at_s = now_s
+        self._kill()
+        for backend in set(self.backends.values()) - {self.backends[rank] for rank in self.alive}:
+            backend.kill()  # it has started none of its ranks
 
     def _is_held_open(self) -> bool:
         """True if all processes have ended, and only something that one of them has left behind holds its output.
@@ -364,6 +385,7 @@ class Supervisor:
     def on_started(self, pids: dict[int, int]) -> None:
         """Take in that ranks have been started, by rank their processes."""
         self.alive.update(pids)
+        self.timeout.progress()
         self.replaced.started(pids, self.clock.now_s())  # a short life counts from here
         if self.has_told_ranks:  # the others were told before these were there
             self._tell_ranks(pids)
@@ -372,6 +394,7 @@ class Supervisor:
     def on_ended(self, rank: int, status: int) -> None:
         """Take in that a rank has ended: have another take its place, or end the others."""
         self.alive.pop(rank, None)
+        self.timeout.progress()
         if self._is_replaced(rank, status):
             return
         self.ended[rank] = status
@@ -531,7 +554,7 @@ class Supervisor:
 
     def _is_of_hosts(self, cause: dict[str, Any] | None) -> bool:
         """True if a failure is not an error of the user's file, so that other hosts may do better."""
-        if not cause or "host" in cause:  # ranks that hung, or a lost connection
+        if not cause or "host" in cause or cause["type"] == STALLED:  # ranks that hung, or a lost connection
             return True
         if cause["rank"] is not None and self._was_signalled(cause["rank"]):
             return True

@@ -6,8 +6,8 @@ import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.run.causes import causes
-from paceline.run.job_facts import collect
+from paceline.run.causes import Cause, causes
+from paceline.run.job_facts import Facts, collect
 
 _MOST = 3  # causes that are told: the others follow from them
 
@@ -18,17 +18,24 @@ class Verdict:
 
     Args:
         run_dir: of the job.
+        answer_s: seconds in which a rank has to answer; None: as for `paceline why`.
     """
 
     run_dir: Path
+    answer_s: float | None = None
     thread: threading.Thread | None = None
+    facts: Facts | None = None  # what the ranks answered; None before they did
+    found: list[Cause] = field(default_factory=list)
+    dropped: int = 0  # times that what was asked did not count any more
     lines: list[str] = field(default_factory=list)
 
     def begin(self) -> None:
         """Ask the ranks; nothing is done while they are being asked."""
         if self.thread is None or not self.thread.is_alive():
             self.lines = []
-            self.thread = threading.Thread(target=self._judge, daemon=True, name="paceline-verdict")
+            self.thread = threading.Thread(
+                target=self._judge, args=(self.dropped,), daemon=True, name="paceline-verdict"
+            )
             self.thread.start()
 
     def take(self) -> list[str]:
@@ -38,12 +45,27 @@ class Verdict:
         self.thread = None
         return self.lines
 
-    def drop(self) -> None:
-        """Tell nothing of what is being asked: the job goes on."""
-        self.thread = None
+    def answers(self) -> Facts | None:
+        """Return what the ranks answered, once. Before, ask them, and return None."""
+        facts = self.facts
+        if facts is None:
+            self.begin()
+        self.facts = None
+        return facts
 
-    def _judge(self) -> None:
+    def drop(self) -> None:
+        """Tell nothing of what is being asked, or was answered: the job goes on."""
+        self.thread = None
+        self.facts = None
+        self.dropped += 1
+
+    def _judge(self, dropped: int) -> None:
+        facts = collect(self.run_dir, self.answer_s)
+        if dropped != self.dropped:
+            return
+        self.found = causes(facts)[:_MOST]
         lines = []
-        for cause in causes(collect(self.run_dir))[:_MOST]:
+        for cause in self.found:
             lines += [f"paceline: {cause.text}", f"  fix: {cause.fix}"]
         self.lines = lines
+        self.facts = facts  # last: who sees it finds the rest
