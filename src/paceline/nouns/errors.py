@@ -235,6 +235,9 @@ class DataError(PacelineError):
 class CheckpointError(PacelineError):
     """A checkpoint is missing, torn, altered or of another model.
 
+    Attributes:
+        saved_to (str | None): where a job's last step was saved, if its run directory could not take it.
+
     Examples:
         Continue from a checkpoint if there is one:
 
@@ -246,6 +249,8 @@ class CheckpointError(PacelineError):
         ...     print("training starts at step 0:", error.found)
         training starts at step 0: there is none
     """
+
+    saved_to: str | None = None
 
 
 class ReadError(PacelineError, ValueError):

@@ -123,7 +123,7 @@ def first_of(run_dir: Path, ended: Mapping[int, int], size: int, last: Mapping[s
     at = max((failure["at"] for failure in failures.values()), default=time.time_ns() / 1e9)
     for rank, status in ended.items():
         if status not in (0, STOPPED_CODE) and rank not in failures:
-            failures[rank] = silent_death(rank, status, at)
+            failures[rank] = silent_death(rank, status, at, run_dir=run_dir)
     ended_well = min((rank for rank, status in ended.items() if status == 0), default=None)
     if all(failure["is_peer_loss"] for failure in failures.values()):
         # Nobody failed by itself: the peer that was lost either ended well, too early, or has not been heard of.

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint.manifest import try_writing
 from paceline.launch.command import STALLED_CODE
 from paceline.nouns.errors import PacelineError, ReadError
-from paceline.nouns.reading import COUNT, Whole, parse_whole, read_json
+from paceline.nouns.reading import COUNT, Whole, parse_json, parse_whole, read_json
 
 # Of what a rank writes down: see `run/rank/worker.py`. Checked, since a full disk or a crash may have cut it off.
 _FORM = {
@@ -24,7 +25,10 @@ _FORM = {
     "traceback": str,
     "exit_code": Whole(0, 255),
     "parts?": ([str], None),
+    "saved_to?": (str, None),
 }
+SUPERVISED = "PACELINE_SUPERVISED"  # a variable of ranks whose output a supervisor of ours reads
+UNWRITTEN = "paceline failure "  # how a rank's line begins that has what it could not write down, for its supervisor
 
 
 def signal_name(number: int) -> str:
@@ -40,7 +44,7 @@ STALLED = "Stalled"  # the type of a failure for want of progress
 LEFT = 256  # a status beside the exit codes: the process ended with 0 in the middle of its file, by os._exit(0)
 
 
-def silent_death(rank: int, status: int, at: float, who: str = "") -> dict[str, Any]:
+def silent_death(rank: int, status: int, at: float, who: str = "", run_dir: Path | None = None) -> dict[str, Any]:
     """Return the failure of a rank whose process ended without a word.
 
     Args:
@@ -48,6 +52,7 @@ def silent_death(rank: int, status: int, at: float, who: str = "") -> dict[str, 
         status: its exit code, or LEFT; below 0 the signal that ended it.
         at: when the supervisor heard of it, seconds since the epoch.
         who: its name in the message; "": rank N.
+        run_dir: where it would have written down an error; None: it is known that it had none.
     """
     who = who or f"rank {rank}"
     if status < 0:
@@ -59,9 +64,20 @@ def silent_death(rank: int, status: int, at: float, who: str = "") -> dict[str, 
         message = f"{who}'s process was ended by {name}: {fix}"
     elif status == LEFT:
         message = f"{who}'s process ended with exit code 0 before the end of its file; did the file call os._exit(0)?"
+    elif run_dir is not None and (reason := _why_unwritten(run_dir / "failures")):
+        found = f"could not write down why in {run_dir / 'failures'} ({reason}): its last lines say it"
+        message = f"{who}'s process ended with exit code {status}, and {found}"
     else:
         message = f"{who}'s process ended with exit code {status} without an error; did the file call os._exit?"
     return _died(rank, at, message)
+
+
+def _why_unwritten(folder: Path) -> str:
+    try:
+        try_writing(folder, "failure")
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def left_early(rank: int, at: float, found: str = "its process ended with exit code 0") -> dict[str, Any]:
@@ -197,6 +213,16 @@ def read_failures(folder: Path) -> dict[int, dict[str, Any]]:
         if rank is not None:
             failures[rank] = _read_failure(path, rank)
     return failures
+
+
+def unwritten_failure(line: str) -> dict[str, Any] | None:
+    """Return the failure in a line that a rank printed because it could not write it down; None: it is another line."""
+    if not line.startswith(UNWRITTEN):
+        return None
+    try:
+        return dict(parse_json(line.removeprefix(UNWRITTEN), "a rank's failure", _FORM))
+    except ReadError:
+        return None
 
 
 def _read_failure(path: Path, rank: int) -> dict[str, Any]:

@@ -313,6 +313,8 @@ def _not_saved(job: Job, folder: Path, failure: CheckpointError, elsewhere: Path
             f"the state was saved to {elsewhere}: `paceline export {elsewhere} DIR` writes its model; to go on from "
             f"it, move it to {folder} and write --resume --job {job.run_dir.name}"
         )
-    return CheckpointError(
+    error = CheckpointError(
         f"the job's last checkpoint {folder} should be written", f"two attempts failed ({failure.found})", fix
     )
+    error.saved_to = None if elsewhere is None else str(elsewhere)
+    return error

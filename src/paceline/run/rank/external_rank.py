@@ -33,6 +33,7 @@ from paceline.run.directory import write_json
 from paceline.run.ends import HEARTBEAT_S, Ends, first_of
 from paceline.run.failures import (
     LEFT,
+    SUPERVISED,
     first_cause,
     format_failure,
     format_failure_briefly,
@@ -80,7 +81,7 @@ class JoinedRank:
         self.rank = int(os.environ["PACELINE_RANK"])
         self.size = int(os.environ["PACELINE_WORLD_SIZE"])
         # Our supervisor looks for itself, and mpirun takes STOPPED_CODE for a failure.
-        self.is_supervised = "PACELINE_SUPERVISED" in os.environ
+        self.is_supervised = SUPERVISED in os.environ
         self.is_telling = self.rank == 0 and not self.is_supervised
         self.ends = Ends(run_dir, self.size)
         self.has_begun = False  # its mark stands among the ends
@@ -194,7 +195,7 @@ class JoinedRank:
         failures = read_failures(self.run_dir)
         failure = failures.get(self.rank)
         if failure is None and not (status < 0 and self.signals):  # a signal that came for the whole job
-            failure = silent_death(self.rank, status, _time_stamp())
+            failure = silent_death(self.rank, status, _time_stamp(), run_dir=self.run_dir)
             self._write(failure)
         if failure is None or self.is_supervised or failure["is_peer_loss"]:
             return

@@ -32,7 +32,7 @@ from paceline.launch.local import RankSettings
 from paceline.launch.orphans import die_with_parent, kill_group
 from paceline.launch.process_exit import exit_process
 from paceline.nouns import module_names
-from paceline.run.failures import LEFT
+from paceline.run.failures import LEFT, SUPERVISED
 from paceline.server.transport.credentials import credentials_folder
 
 _NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -152,6 +152,7 @@ def environment_of(rank: int, settings: RankSettings) -> dict[str, str]:
         "PACELINE_CROSS_RANK": str(host_ranks.cross_rank),
         "PACELINE_CROSS_SIZE": str(host_ranks.cross_size),
         "PACELINE_RUN_DIR": settings.run_dir,
+        SUPERVISED: "1",
     }
     for name in ("PACELINE_RENDEZVOUS", "PACELINE_MASTER"):
         environment[name] = ""  # unset: another launcher around this one may have set it

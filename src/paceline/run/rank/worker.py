@@ -17,6 +17,7 @@ from paceline.launch.orphans import die_with_parent
 from paceline.launch.process_exit import exit_process
 from paceline.nouns.errors import MEETS_NOT, DataError, PacelineError, PeerLostError, WorkloadError
 from paceline.nouns.user_program import UserProgram
+from paceline.run.failures import SUPERVISED, UNWRITTEN
 from paceline.run.rank.watchdog import begin_watching
 from paceline.train import job as jobs
 from paceline.train import loop
@@ -106,12 +107,14 @@ def failed(error: BaseException, run_dir: Path | None = None) -> int:
         draft.write_text(json.dumps(failure))
         draft.rename(folder / f"{rank}.json")
     except OSError as full:
-        # A full disk must not swallow the cause: it goes where the rank's output goes.
+        # A full disk must not swallow the cause: it goes where the rank's output goes, where a supervisor reads it.
         text = str(failure["traceback"])
         if isinstance(error, PacelineError):
             text = f"{error}\n"
         text += f"paceline: this could not be written to {folder} ({full.strerror})"
-        print(text, file=sys.stderr)
+        if SUPERVISED in os.environ:
+            text = f"{UNWRITTEN}{json.dumps(failure)}"
+        print(text, file=sys.stderr, flush=True)
     return int(failure["exit_code"])
 
 
@@ -129,6 +132,7 @@ def _failure(error: BaseException, rank: int) -> dict[str, Any]:
         "traceback": "".join(traceback.format_exception(error)),
         "exit_code": 1,
         "parts": None,
+        "saved_to": getattr(error, "saved_to", None),
     }
     if isinstance(error, PacelineError):
         # The error knows best: it may be about an earlier step, or about another rank.

@@ -20,6 +20,7 @@ from paceline.nouns import module_names
 from paceline.nouns.errors import UsageError
 from paceline.nouns.options import check_torchao
 from paceline.nouns.plan import Plan
+from paceline.run.failures import SUPERVISED
 from paceline.run.request import RunRequest
 from paceline.run.start.servers import check_server_credentials, check_servers
 from paceline.run.supervise.command_backend import STOP, CommandBackend
@@ -101,7 +102,7 @@ def _supervised(request: RunRequest, run_dir: Path, restart: int) -> dict[str, s
     interface = {"PACELINE_INTERFACE": request.interface} if request.interface else {}
     checkpoints = run_dir.resolve() / "checkpoints"
     resume = {"PACELINE_RESUME": str(checkpoints)} if list_checkpoints(checkpoints) else {}
-    job = {"PACELINE_RUN_DIR": str(run_dir.resolve()), "PACELINE_SUPERVISED": "1"}
+    job = {"PACELINE_RUN_DIR": str(run_dir.resolve()), SUPERVISED: "1"}
     again = {RESTART: str(restart)} if restart else {}
     return {STALL_NOTICE: str(request.stall_notice_s), **request.environment, **interface, **resume, **job, **again}
 

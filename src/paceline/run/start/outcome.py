@@ -55,7 +55,8 @@ class JobEnd:
 
     def _newest_checkpoint(self) -> str:
         newest = list_checkpoints(self.run_dir / "checkpoints")[:1]
-        if not newest:
+        cause = self.ending.cause or {}
+        if not newest or cause.get("saved_to"):  # the failure says where the last step is, and how to go on from it
             return ""
         return f"\n  Last checkpoint: {newest[0]}; go on with --resume --job {self.run_dir.name}"
 

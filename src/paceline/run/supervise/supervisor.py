@@ -17,7 +17,15 @@ from paceline.launch.rank_assignment import HostRanks, Rendezvous, with_servers
 from paceline.launch.template import Start
 from paceline.nouns.clock import Clock, WallClock
 from paceline.nouns.errors import UsageError
-from paceline.run.failures import STALLED, first_cause, left_early, read_failures, signal_name, silent_death
+from paceline.run.failures import (
+    STALLED,
+    first_cause,
+    left_early,
+    read_failures,
+    signal_name,
+    silent_death,
+    unwritten_failure,
+)
 from paceline.run.output import OutputLog
 from paceline.run.private import PrivateFolder, make_private
 from paceline.run.supervise.agent import OUTLIVED_S
@@ -124,6 +132,7 @@ class Supervisor:
     ended_at: dict[int, float] = field(default_factory=dict)  # seconds since the epoch
     killed: set[int] = field(default_factory=set)  # ranks that the supervisor killed itself
     deaths: dict[int, dict[str, Any]] = field(default_factory=dict)
+    unwritten: dict[int, dict[str, Any]] = field(default_factory=dict)  # what ranks could not write down
     kill_at_s: float | None = None
     asked_to_stop: list[int] = field(default_factory=list)
     has_told_ranks: bool = False
@@ -300,7 +309,11 @@ class Supervisor:
     # --- HostEvents
 
     def on_output(self, rank: int, text: str) -> None:
-        """Show a line that a rank has written."""
+        """Show a line that a rank has written; take in a failure that it could not write down."""
+        failure = unwritten_failure(text)
+        if failure is not None:
+            self.unwritten[rank] = failure
+            return
         source = rank if self._is_worker(rank) else self.replaced.name(rank)
         self.output.add(source, text)
         self.screen.show_output(source, text)
@@ -582,7 +595,7 @@ class Supervisor:
                 return Ending("stopped", 128 + signal.SIGTERM, stop_sent_to=_named(progress.asked_to_stop))
             return Ending("done", 0)  # also when the signal came too late to stop anything
         # What a rank wrote down of its end says more than what its process's status does.
-        failures = list({**self.deaths, **read_failures(self.request.run_dir)}.values())
+        failures = list({**self.deaths, **self.unwritten, **read_failures(self.request.run_dir)}.values())
         host_failures = {backend: backend.failure(statuses[backend], at) for backend, at in self.lost}
         for backend, failure in host_failures.items():
             if backend not in self.survived:
