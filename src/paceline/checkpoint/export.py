@@ -23,7 +23,7 @@ from paceline.checkpoint.manifest import MODEL, find_good, read_manifest, sync_f
 from paceline.checkpoint.manifest_schema import CONFIGS, shard_specs_of
 from paceline.checkpoint.shard_geometry import move
 from paceline.checkpoint.tensor_file import TensorFile, TensorFormat, write_tensors, written_order
-from paceline.nouns.errors import UsageError
+from paceline.nouns.errors import UsageError, how_to_write
 from paceline.nouns.shard_spec import ShardSpec
 
 FORMS = ("hf", "safetensors")
@@ -151,7 +151,7 @@ def write_export(export: Export, folder: Path) -> None:
         raise UsageError(
             f"can't export {export.nbytes / 2**20:.0f} MiB to {folder}",
             f"it can't be written ({error.strerror})",
-            "free space, or name another folder",
+            how_to_write(error, "for the model"),
         ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)

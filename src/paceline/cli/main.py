@@ -16,11 +16,13 @@ from typing import Any, NoReturn
 
 from paceline.cli import completion
 from paceline.cli.flags import check_after_file, check_rules, given, misplaced, moved
-from paceline.cli.output import guarded
-from paceline.cli.plan_flags import find_program
-from paceline.nouns.errors import MEETS_NOT, PacelineError, UsageError, did_you_mean
+from paceline.cli.output import OutputLost, guarded
+from paceline.nouns.errors import MEETS_NOT, PacelineError, UsageError, did_you_mean, how_to_write
 from paceline.nouns.reading import shown
 
+# Faults that are none of a command's own: a file can't be written, or none can be opened any more.
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE)
+_NO_TEMPORARY = "No usable temporary directory found"
 INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it
 
 # Name and summary of every verb; the file of the same name in this package is loaded when it is called.
@@ -180,7 +182,7 @@ def _main(argv: list[str] | None) -> int:
     command = f"paceline {verb} {parsed.target}" if verb == "submit" else f"paceline {verb}"
     try:
         if verb in WITH_FILE:
-            find_program(parsed)
+            _find_program(parsed)
             check_after_file(parsed.workload, parsed.misplaced, command, parsed.arguments)
         if verb != "run":  # which checks them when it knows what starts the ranks
             check_rules(str(verb), parsed)
@@ -191,6 +193,12 @@ def _main(argv: list[str] | None) -> int:
             print(json.dumps({"status": "refused", "exit_code": error.exit_code, "error": failure}))
         print(f"{command}: error: {error}", file=sys.stderr)
         return error.exit_code
+
+
+def _find_program(parsed: argparse.Namespace) -> None:
+    from paceline.cli.plan_flags import find_program  # only commands with a file need it
+
+    find_program(parsed)
 
 
 def _complete() -> None:
@@ -210,7 +218,7 @@ def read_command(words: Sequence[str]) -> argparse.Namespace:
     """
     verb = words[0]
     parsed = _parse(words, verb, importlib.import_module(f"paceline.cli.{verb}"))
-    find_program(parsed)
+    _find_program(parsed)
     check_after_file(parsed.workload, parsed.misplaced, f"paceline {verb}", parsed.arguments)
     return parsed
 
@@ -219,6 +227,14 @@ def _run(parsed: argparse.Namespace) -> int:
     try:
         return int(parsed.run(parsed))
     except OSError as error:
+        if error.errno in _OF_THE_DISK and not isinstance(error, OutputLost):
+            path = f"the file {shown(error.filename)}" if error.filename else "a file of this command"
+            asked, found = f"{path} should be written or read", str(error.strerror)
+            raise PacelineError(asked, found, how_to_write(error, "")) from None
+        if str(error.strerror).startswith(_NO_TEMPORARY):  # of tempfile, which tried to write to each
+            asked, found = "a folder for temporary files should take a file", str(error.strerror)
+            fix = "free space in one of these, raise `ulimit -f`, or name another folder with the variable TMPDIR"
+            raise PacelineError(asked, found, fix) from None
         if error.errno != errno.ENAMETOOLONG:
             raise
         # Each look at a path can say so, also whether there is one.

@@ -15,7 +15,7 @@ import argparse
 import json
 from pathlib import Path
 
-from paceline.nouns.errors import UsageError
+from paceline.nouns.errors import UsageError, how_to_write
 from paceline.nouns.step_range import parse_steps
 from paceline.run.summary import find_folder
 from paceline.run.timeline import make_trace, write_trace
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         write_trace(trace, output)
     except OSError as error:
-        raise UsageError(f"a timeline in {output}", f"{error.strerror}", "name a file with -o") from None
+        raise UsageError(f"a timeline in {output}", f"{error.strerror}", how_to_write(error, "with -o")) from None
     if arguments.json:
         counts = {"steps": trace.steps, "detailed": trace.detailed, "ranks": len(trace.ranks)}
         print(json.dumps({"output": str(output), **counts, "messages": trace.messages}))

@@ -130,7 +130,7 @@ def copy_example(example: Example, folder: Path, force: bool) -> list[Path]:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(source.read_bytes())
         except OSError as error:
-            raise UsageError(f"can't write {target}", f"{error.strerror}", _how_to_write(error)) from None
+            raise UsageError(f"can't write {target}", f"{error.strerror}", how_to_write(error, "as DIR")) from None
     return list(targets)
 
 
@@ -140,10 +140,6 @@ def next_commands(example: Example, folder: Path) -> list[str]:
     if missing := example.missing:
         commands.append(f"pip install {' '.join(missing)}")
     return [*commands, *example.commands]
-
-
-def _how_to_write(error: OSError) -> str:
-    return how_to_write(error).replace("with --runs", "as DIR")
 
 
 def _of_file(path: Path) -> Example:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from paceline.nouns.errors import CheckpointError, PacelineError, UsageError
+from paceline.nouns.errors import CheckpointError, PacelineError, UsageError, how_to_write
 from paceline.train.loop_job import LoopJob
 from paceline.train.whole_state import whole_state
 
@@ -109,7 +109,7 @@ def write_folder(
             failure = CheckpointError(
                 f"can't save the model to {folder}",
                 f"it can't be written ({error.strerror or type(error).__name__})",
-                "free space, or name a folder to which this user may write",
+                how_to_write(error, "for the model"),
             )
     told = _of_rank_0(job, failure)
     if failure is not None:

@@ -342,15 +342,22 @@ class RankFailedError(PacelineError):
         return (self.shown or str(self)).splitlines()
 
 
-def how_to_write(error: OSError) -> str:
-    """Return the fix for a file that can't be written, by the system's reason."""
+def how_to_write(error: OSError, place: str = "with --runs") -> str:
+    """Return the fix for a file that can't be written, by the system's reason.
+
+    Args:
+        error: what the system said.
+        place: how another place is named; "": it can't be.
+    """
+    other = f", or name another place {place}" if place else ""
     reasons = {
-        **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space there, or name another place with --runs"),
+        **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), f"free space there{other}"),
         **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit on open files (`ulimit -n 4096`)"),
         errno.EFBIG: "raise the limit on the size of a file (`ulimit -f unlimited`)",
+        errno.EROFS: f"mount that file system so that it can be written{other}",
+        errno.EIO: f"look at that disk (`dmesg` says what failed){other}",
     }
-    otherwise = "see that you may write there, or name another place with --runs"
-    return reasons.get(error.errno or 0, otherwise)
+    return reasons.get(error.errno or 0, f"see that you may write there{other}")
 
 
 def did_you_mean(word: str, choices: Iterable[str], otherwise: str, same: Mapping[str, str] | None = None) -> str:

@@ -23,6 +23,8 @@ _POLL_S = 0.5
 _MANY_RANKS = 64
 _MOST_POLL_S = 5.0
 _LOOK_S = 0.05
+_PROBE = ".probe"
+_ANSWER_BYTES = 2**15  # a long answer; stacks of ten threads are shorter
 
 
 def poll_s(ranks: int) -> float:
@@ -53,6 +55,9 @@ def ask(run_dir: Path, ranks: int, limit_s: float) -> dict[int, dict[str, Any]]:
     answers: dict[int, dict[str, Any]] = {}
     until_s = time.monotonic() + limit_s + poll_s(ranks)
     try:
+        # A rank that can't write its answer would be taken for one that gives none.
+        (folder / _PROBE).write_bytes(bytes(_ANSWER_BYTES))
+        (folder / _PROBE).unlink()
         while len(answers) < ranks and time.monotonic() < until_s:
             time.sleep(_LOOK_S)
             for rank in set(range(ranks)) - answers.keys():

@@ -156,7 +156,7 @@ def check_writable(folder: Path) -> None:
             raise UsageError(
                 f"can't write to {inside}",
                 f"it can't be written ({error.strerror})",
-                "make that folder writable, or name another place with --runs",
+                how_to_write(error),
             ) from None
 
 

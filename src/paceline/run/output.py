@@ -45,10 +45,10 @@ class OutputLog:
         self.file: FileIO | None = None
         self.is_over = False  # it is full, or can't be written
 
-    def add(self, source: int | str, text: str) -> None:
-        """Append a line. Where that can't be, nothing more is kept, and the job goes on."""
+    def add(self, source: int | str, text: str) -> str | None:
+        """Append a line. Where that can't be, return why, once; nothing more is kept then, and the job goes on."""
         if self.is_over:
-            return
+            return None
         try:
             if self.file is None:
                 self.file = self.path.open("ab", buffering=0)  # with the first line: a job may end before it begins
@@ -56,8 +56,10 @@ class OutputLog:
                 text = _CUT
                 self.is_over = True
             self.file.write(_encoded(source, text))
-        except OSError:
+        except OSError as error:
             self.is_over = True
+            return error.strerror or str(error)
+        return None
 
     def close(self) -> None:
         """Close the file."""

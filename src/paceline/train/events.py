@@ -17,6 +17,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from paceline.nouns.errors import UsageError, how_to_write
 from paceline.nouns.reading import parse_whole
 from paceline.nouns.sink import MakeSink
 from paceline.train.scheduler_progress import scheduler_sinks
@@ -51,6 +52,9 @@ class Events:
         run_dir: where; None: no file is written.
         takes_over: whether another process of this job has written before: a second `start` is marked as such.
         sinks: get what is written.
+
+    Raises:
+        UsageError: the file can't be opened.
     """
 
     def __init__(self, run_dir: Path | None, takes_over: bool = False, sinks: Sequence[SinkThread] = ()) -> None:
@@ -63,7 +67,15 @@ class Events:
         # Unbuffered, a write a line: whoever follows the file sees whole lines at once, and a line that did
         # not fit on the disk is not kept to be written later, in the middle of another.
         if run_dir:
-            self.file = (run_dir / "events.jsonl").open("ab+", buffering=0)
+            path = run_dir / "events.jsonl"
+            try:
+                self.file = path.open("ab+", buffering=0)
+            except OSError as error:
+                raise UsageError(
+                    f"can't write the job's events to {path}",
+                    f"it can't be opened ({error.strerror})",
+                    how_to_write(error),
+                ) from None
         self.is_torn = self._ends_torn()
         self.has_warned = False
 

@@ -304,9 +304,10 @@ _LONGEST_PATH = 4096  # PATH_MAX of Linux
 def _not_saved(job: Job, folder: Path, failure: CheckpointError, elsewhere: Path | None) -> CheckpointError:
     assert job.run_dir is not None
     if elsewhere is None:
+        reason = failure.fix.partition(";")[0]  # that older checkpoints are untouched is said by what follows
         fix = (
-            "see that the folder is there, can be written and has space, and train again from the checkpoint before "
-            f"it, if there is one, with --resume --job {job.run_dir.name}"
+            f"{reason}; then train again from the checkpoint before it, if there is one, with --resume --job "
+            f"{job.run_dir.name}"
         )
     else:
         fix = (

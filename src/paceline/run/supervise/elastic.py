@@ -16,7 +16,7 @@ from paceline.launch.hosts import Host, parse_hosts
 from paceline.launch.rank_assignment import seat
 from paceline.launch.ssh import ssh_command
 from paceline.launch.workload_file import read_workload_file
-from paceline.nouns.errors import PacelineError, ReadError, UsageError, WorkloadError
+from paceline.nouns.errors import PacelineError, ReadError, UsageError, WorkloadError, how_to_write
 from paceline.nouns.mesh import AXES, Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.reading import parse_whole, read_text
@@ -194,9 +194,7 @@ class Elastic:
         directory.write_start(run_dir, plan, self.request.script, self.request.arguments)
         # The number is written before the checkpoint is chosen: a rank of an older generation that is still somewhere
         # reads it before it saves, and refuses (train/prepare.py). Else it could add a checkpoint after the choice.
-        draft = run_dir / f".{GENERATION}"  # renamed when it is complete: who reads it never sees half a number
-        draft.write_text(f"{start.generation}\n")
-        draft.replace(run_dir / GENERATION)
+        _write_generation(run_dir, start.generation)
         resume = directory.find_resume_point(run_dir, lambda text: None)
         hosts = ", ".join(f"{ranks.host}:{ranks.count}" for ranks in host_ranks)
         origin = f", from {resume.name}" if resume else ""
@@ -225,6 +223,16 @@ def last_generation(run_dir: Path) -> int:
         return parse_whole(read_text(run_dir / GENERATION, 100).strip()) or 0
     except ReadError:
         return 0
+
+
+def _write_generation(run_dir: Path, number: int) -> None:
+    draft = run_dir / f".{GENERATION}"  # renamed when it is complete: who reads it never sees half a number
+    try:
+        draft.write_text(f"{number}\n")
+        draft.replace(run_dir / GENERATION)
+    except OSError as error:
+        asked, found = f"can't begin generation {number} in {run_dir}", f"it can't be written ({error.strerror})"
+        raise UsageError(asked, found, how_to_write(error)) from None
 
 
 def fixed_size(plan: Plan) -> int:

@@ -16,7 +16,7 @@ from paceline.launch.local import RankSettings
 from paceline.launch.rank_assignment import HostRanks, Rendezvous, with_servers
 from paceline.launch.template import Start
 from paceline.nouns.clock import Clock, WallClock
-from paceline.nouns.errors import UsageError
+from paceline.nouns.errors import UsageError, how_to_write
 from paceline.run.failures import (
     STALLED,
     first_cause,
@@ -315,8 +315,12 @@ class Supervisor:
             self.unwritten[rank] = failure
             return
         source = rank if self._is_worker(rank) else self.replaced.name(rank)
-        self.output.add(source, text)
+        fault = self.output.add(source, text)
         self.screen.show_output(source, text)
+        if fault:
+            self.screen.say(
+                f"paceline: what ranks print can't be kept in {self.output.path} ({fault}); it is shown here"
+            )
 
     def on_lost(self, backend: HostBackend) -> None:
         """Take in that a fork server or a connection has ended: its ranks end with it, and then the others."""
@@ -672,7 +676,7 @@ def private_folder() -> PrivateFolder:
         raise UsageError(
             "can't make a temporary folder for the job's sockets",
             f"it can't be made ({error.strerror})",
-            "free space there, or name another place with the variable TMPDIR",
+            how_to_write(error, "with the variable TMPDIR"),
         ) from None
 
 
