@@ -37,9 +37,11 @@ from __future__ import annotations
 
 import importlib
 import types
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # not imported: a command can't catch Ctrl-C before this file has run, and typing takes longest
 if TYPE_CHECKING:
+    from typing import Any
+
     from paceline.comm.api import (
         all_gather,
         all_reduce,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import paceline
 from paceline.checkpoint.save import CheckpointWriter
 from paceline.cli.main import main
 from paceline.launch.local import allow_open_files
@@ -242,6 +243,14 @@ def test_ctrl_c_at_any_import_of_a_command_is_one_line(name, verb):
     code = LOAD.format(name=name.replace("VERB", verb), verb=verb)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "paceline: interrupted\n")
+
+
+def test_little_is_imported_before_a_command_can_catch_ctrl_c():
+    folder = str(Path(paceline.__file__).parents[1])
+    slow = "{'typing', 're', 'enum', 'argparse', 'dataclasses'} & set(sys.modules)"
+    code = f"import sys; sys.path.insert(0, {folder!r}); import paceline.__main__; print(sorted({slow}))"
+    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
 def test_a_checkpoint_larger_than_a_file_may_be_names_that_limit(tmp_path, monkeypatch):
