@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +17,13 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SubsetRandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
 )
 
+import paceline
+from paceline.checkpoint.manifest import sealed
+from paceline.nouns.errors import CheckpointError
 from paceline.train.loop_loader import CutLoader, Place, load_pass
 
 SAMPLES = 23
@@ -58,6 +66,19 @@ class Drawing(Sampler):
 
     def __len__(self):
         return 4
+
+
+@pytest.mark.parametrize(("batch", "is_place"), [(0, True), (6, True), (7, True), (8, False), (10**15, False)])
+def test_a_place_behind_a_pass_is_refused(batch, is_place):
+    cut = CutLoader(DataLoader(Numbers(), batch_size=4), 0)
+    context = contextlib.nullcontext() if is_place else pytest.raises(CheckpointError, match="a pass has 6")
+    with context:
+        cut.check_place(Path("step-3"), batch)
+
+
+@pytest.mark.parametrize("loader", ["stream", "batch sampler"])
+def test_passes_of_unknown_lengths_have_any_place(loader):
+    CutLoader(LOADERS[loader](), 0).check_place(Path("step-3"), 10**15)
 
 
 def generator():
@@ -203,3 +224,30 @@ def test_loading_leaves_the_loops_random_numbers_alone():
         assert (torch.rand(1), random.random()) == expected, name
         torch.manual_seed(3)
         random.seed(3)
+
+
+def loop_of_six_batches():
+    model = torch.nn.Linear(2, 1)
+    data = TensorDataset(torch.ones(24, 2), torch.ones(24, 1))
+    loader = DataLoader(data, batch_size=4)
+    return paceline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+
+
+def test_a_loops_checkpoint_behind_its_pass_is_refused_before_anything_is_changed(tmp_path):
+    job, model, optimizer, loader = loop_of_six_batches()
+    for x, y in itertools.islice(loader, 3):
+        optimizer.zero_grad()
+        job.backward(torch.nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+    job.save(tmp_path / "saved")
+    path = tmp_path / "saved" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps(sealed({**manifest, "loop": {**manifest["loop"], "batch": 10**15}})))
+    other, model, *_ = loop_of_six_batches()
+    before = model.weight.clone()
+    with pytest.raises(CheckpointError, match="after 1000000000000000 batches of a pass, and a pass has 6"):
+        other.load(tmp_path / "saved")
+    assert torch.equal(model.weight, before)
+    path.write_text(json.dumps(sealed(manifest)))
+    other.load(tmp_path / "saved")
+    assert other.step_number == 3

@@ -688,8 +688,7 @@ class Job:
         # Each rank verifies some of the files; a damaged checkpoint is passed over by all of them.
         folder = find_good(path, self.notice, partial(check_files_together, comm=self.world))
         manifest = read_manifest(folder)
-        end = self.loader.length()[1] if self.loader.samples else 0
-        prepare.check_same_job(folder, manifest, self.workload, self.loader.samples, end)
+        self._check_same_job(folder, manifest)
         snapshot.check_same_precision(self.optimizer, manifest["optimizer"])
         state = manifest["scheduler"]
         if self.scheduler is not None and state is not None:
@@ -726,6 +725,11 @@ class Job:
         self.events.write(
             {"event": "resumed", "step": self.step_number, "position": self.position, "path": url or str(folder)}
         )
+
+    def _check_same_job(self, folder: Path, manifest: dict[str, Any]) -> None:
+        """Raise CheckpointError where a checkpoint is at a place in the data to which this job can't come."""
+        end = self.loader.length()[1] if self.loader.samples else 0
+        prepare.check_same_job(folder, manifest, self.workload, self.loader.samples, end)
 
     def _go_on_with(self, manifest: dict[str, Any]) -> None:
         """Find the end of the training from the checkpoint's place on: `steps` counts those of any batch size."""

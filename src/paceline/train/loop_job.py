@@ -786,6 +786,12 @@ class LoopJob(Job):
         self.parallel.reshard()
         super()._begin_save(folder, keep)
 
+    def _check_same_job(self, folder: Path, manifest: dict[str, Any]) -> None:
+        super()._check_same_job(folder, manifest)
+        place = manifest.get("loop")
+        if place is not None and self.cut is not None and manifest.get("batch_size") == self.workload.batch_size:
+            self.cut.check_place(folder, place["batch"])
+
     def restore_own_state(self, folder: Path, manifest: dict[str, Any]) -> None:
         """Restore random states and the place in the data, now and again when the loop comes to the place."""
         super().restore_own_state(folder, manifest)

@@ -16,6 +16,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from paceline.nouns.errors import UsageError, WorkloadError
+from paceline.nouns.errors import CheckpointError, UsageError, WorkloadError
 from paceline.nouns.order import mix, share
 from paceline.train.data_workers import AtHand, ends_with_rank
 from paceline.train.seed import cpu_random_state, kept_random_state, seed_sample, set_cpu_random_state
@@ -181,15 +182,30 @@ class CutLoader:
 
     def batches_left(self) -> int | None:
         """Return how many batches are left of all passes; None where nobody knows."""
-        if self.passes is None:
-            return None
-        try:
-            each = len(self.loader)
-        except TypeError:  # an iterable data set
+        each = self._batches_of_pass()
+        if self.passes is None or each is None:
             return None
         if self.limit is not None:
             each = min(each, self.limit)
         return (self.passes - self.number) * each - self.batch
+
+    def check_place(self, folder: Path, batch: int) -> None:
+        """Raise CheckpointError where a checkpoint is after more batches of a pass than passes have."""
+        each = self._batches_of_pass()
+        if each is None or type(self.loader.batch_sampler) is not BatchSampler:
+            return  # passes may have other lengths
+        if batch > each + 1:  # one more where the loader now leaves out a last batch that is short
+            raise CheckpointError(
+                f"the checkpoint {folder} should be at a place in this loader's passes",
+                f"it is after {batch} batches of a pass, and a pass has {each}",
+                "resume with the loader that it was saved with, or use an earlier checkpoint",
+            )
+
+    def _batches_of_pass(self) -> int | None:
+        try:
+            return len(self.loader)
+        except TypeError:  # an iterable data set
+            return None
 
     def batch_after(self, batch: int, saved: int | None, now: int | None) -> int | None:
         """Return how many batches of `now` samples are those of a pass's first `batch` of `saved`; None if none are."""
