@@ -46,7 +46,14 @@ from paceline.plan.memory import memory_of
 from paceline.rendezvous.hostlist import hosts_of, tasks_per_host
 from paceline.rendezvous.launcher_env import find_node, find_position
 from paceline.run.directory import find_run
-from paceline.run.failures import first_cause, format_failure, read_failures, silent_death
+from paceline.run.failures import (
+    UNWRITTEN,
+    first_cause,
+    format_failure,
+    read_failures,
+    silent_death,
+    unwritten_failure,
+)
 from paceline.run.plain_values import RETURNED, read_value, write_value
 from paceline.run.supervise.agent import _HEARD
 from paceline.run.supervise.elastic import last_generation, script_hosts
@@ -407,6 +414,9 @@ def _failed(content: bytes, folder: Path) -> None:
     found = read_failures(folder)
     cause = first_cause(found.values())
     format_failure(cause, len(found) - 1)
+    printed = unwritten_failure(UNWRITTEN + content.decode(errors="replace"))
+    if printed is not None:
+        format_failure(printed, 0)
 
 
 def _resumed(path: Path) -> None:
