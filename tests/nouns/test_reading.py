@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from paceline.nouns import reading
 from paceline.nouns.errors import PacelineError, ReadError
 from paceline.nouns.reading import (
     DEEPEST,
@@ -253,3 +255,34 @@ def test_no_error_is_longer_than_a_screen():
     assert len(str(error)) < 6100
     assert error.asked.startswith("can't read aaa")
     assert error.asked.endswith("...")
+
+
+class Watched(io.BytesIO):
+    """A file that notes the longest piece that is read of it at once."""
+
+    longest = 0
+
+    def readline(self, size=-1):
+        line = super().readline(size)
+        self.longest = max(self.longest, len(line))
+        return line
+
+
+def test_a_long_line_is_passed_over_and_never_in_memory_as_a_whole(monkeypatch):
+    monkeypatch.setattr(reading, "LONGEST_LINE", 10)
+    file = Watched(b"one\n" + b"x" * 10_000 + b"\ntwo\n" + b"y" * 9 + b"\n" + b"z" * 10 + b"\nend")
+    kept = [line for line in reading.lines_of(file) if b"too long" not in line]
+    assert kept == [b"one\n", b"two\n", b"y" * 9 + b"\n", b"end"]
+    assert file.longest <= 10
+    file.seek(0)
+    assert len(list(reading.lines_of(file))) == 6, "another line stands for a long one"
+
+
+def test_lines_that_come_are_read_once_and_when_they_are_whole(tmp_path):
+    path = tmp_path / "lines"
+    path.write_bytes(b"one\ntwo\nthr")
+    lines, offset = reading.lines_after(path, 0)
+    assert (lines, offset) == ([b"one\n", b"two\n"], 8)
+    assert reading.lines_after(path, offset) == ([], 8)
+    path.write_bytes(b"one\ntwo\nthree\n")
+    assert reading.lines_after(path, offset) == ([b"three\n"], 14)

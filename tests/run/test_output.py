@@ -9,6 +9,7 @@ import subprocess
 
 import pytest
 
+from paceline.run.output import parse_line
 from paceline.run.supervise.progress import Screen, encodable
 
 from support.jobs import LOOP, STEPS, command, leftovers, losses, marked, wait_for, write_workload
@@ -114,3 +115,9 @@ def test_commands_print_what_the_terminal_lacks(tmp_path):
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("at", ["1e999", "nan", "-1", "1e300", "x", "", "9" * 500])
+def test_a_line_of_no_time_is_torn(at):
+    assert parse_line(f"{at} 0\tsaid\n".encode()) is None
+    assert parse_line(b"1.5 0\tsaid\n") == (1.5, "0", "said")

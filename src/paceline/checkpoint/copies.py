@@ -39,7 +39,7 @@ from paceline.checkpoint.manifest import (
     write_durably,
 )
 from paceline.nouns.errors import CheckpointError, UsageError
-from paceline.nouns.reading import reason_of
+from paceline.nouns.reading import reason_of, regular
 
 WEIGHTS = "model.safetensors"
 _LOCK = ".reading-copies"
@@ -143,7 +143,8 @@ class CopyFolder:
         Raises:
             CheckpointError: it can't be written, or what has arrived is shorter than what was sent.
         """
-        content = (folder / MANIFEST).read_bytes()
+        with open(folder / MANIFEST, "rb", opener=regular) as file:
+            content = file.read()
         with self._failing("can't write"):
             if self._content(MANIFEST) == content:
                 return
@@ -156,7 +157,8 @@ class CopyFolder:
         """Copy what a run needs beside its checkpoints to go on elsewhere."""
         for name in _RUN_FILES:
             if (run_dir / name).is_file():
-                self.put_bytes(name, (run_dir / name).read_bytes())
+                with open(run_dir / name, "rb", opener=regular) as file:
+                    self.put_bytes(name, file.read())
 
     def put_bytes(self, name: str, content: bytes) -> None:
         """Write a small file, whole or not at all."""

@@ -24,7 +24,7 @@ from typing import Any
 from paceline.checkpoint.manifest_schema import fault_of_files, fault_of_form, fault_of_tensors
 from paceline.checkpoint.older_manifest import WITHOUT_OWN_HASH, upgraded
 from paceline.nouns.errors import MEETS_NOT, CheckpointError, ReadError
-from paceline.nouns.reading import parse_whole, read_json, shown
+from paceline.nouns.reading import parse_whole, read_json, regular, shown
 
 FORMAT = "paceline-checkpoint"
 VERSION = 5  # docs/formats.md says what each version has, and what is promised
@@ -85,7 +85,7 @@ def left_of(folder: Path) -> Path:
 def file_hash(path: Path) -> str:
     """Return the SHA-256 of a file, as hex."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open(path, "rb", opener=regular) as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()

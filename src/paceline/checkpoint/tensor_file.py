@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from paceline.nouns.errors import CheckpointError
-from paceline.nouns.reading import COUNT, fault_of, is_shape, parse_json, reason_of, shown
+from paceline.nouns.reading import COUNT, fault_of, is_shape, parse_json, reason_of, regular, shown
 
 # torch's names of dtypes: the format's, and bytes an element.
 DTYPES = {
@@ -88,7 +88,7 @@ class TensorFile:
             CheckpointError: it is missing, or no file of tensors.
         """
         try:
-            with path.open("rb") as file:
+            with open(path, "rb", opener=regular) as file:
                 # ACCESS_COPY: torch.frombuffer warns of memory that can't be written. Pages that are only read are not
                 # copied.
                 content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)

@@ -14,6 +14,7 @@ from typing import Any
 from paceline.launch.cluster_file import TABLES
 from paceline.launch.kubernetes.request import KubernetesOptions
 from paceline.nouns.errors import UsageError
+from paceline.nouns.reading import read_text
 from paceline.run.request import ELASTIC, NAMED_RANK, NODE, PLACES, RANK
 
 _JOBS = frozenset({*PLACES, ELASTIC, NODE, NAMED_RANK, RANK})
@@ -312,8 +313,8 @@ def _flag_of(word: str) -> str:
 def _strings(file: Path) -> set[str]:
     """Return every string in the file's source; none where it can't be read: another check says so."""
     try:
-        tree = ast.parse(file.read_text())
-    except (OSError, ValueError, SyntaxError, RecursionError):
+        tree = ast.parse(read_text(file))
+    except (ValueError, SyntaxError, RecursionError):  # a ReadError is a ValueError
         return set()
     return set(_constants(tree))
 

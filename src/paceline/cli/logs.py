@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from paceline.nouns.errors import UsageError
-from paceline.nouns.reading import parse_whole, shown
+from paceline.nouns.reading import lines_after, parse_whole, shown
 from paceline.nouns.table import without_commands
 from paceline.run.output import FILE, Line, parse_line, read_lines
 from paceline.run.summary import QUIET_S, RUNNING, SILENT, find_folder, read_run
@@ -80,14 +80,10 @@ def _following(folder: Path, offset: int) -> Iterator[Line]:
     while True:
         is_over = not _runs(folder)  # asked before the file is read: what came until then is in it
         try:
-            with (folder / FILE).open("rb") as file:
-                file.seek(offset)
-                content = file.read()
+            lines, offset = lines_after(folder / FILE, offset)
         except OSError:
-            content = b""
-        whole = content[: content.rfind(b"\n") + 1]
-        offset += len(whole)
-        for text in whole.split(b"\n")[:-1]:  # a line may have other ends of lines in it
+            lines = []
+        for text in lines:
             line = parse_line(text)
             if line is not None:
                 yield line

@@ -22,7 +22,8 @@ from typing import IO, Any
 from airflow.exceptions import AirflowException, AirflowFailException
 from airflow.sdk import BaseOperator
 
-from paceline.nouns.errors import UsageError
+from paceline.nouns.errors import ReadError, UsageError
+from paceline.nouns.reading import read_json
 from paceline.run.failures import format_failure
 
 _NOT_IN_NAMES = re.compile(r"[^\w.-]+")
@@ -175,10 +176,9 @@ def _named(job: str, map_index: int | None) -> str:
 
 def _is_done(run: Path) -> bool:
     try:
-        result = json.loads((run / "result.json").read_text())
-    except (OSError, ValueError):
+        return bool(read_json(run / "result.json", dict).get("status") == "done")
+    except ReadError:
         return False
-    return isinstance(result, dict) and result.get("status") == "done"
 
 
 def _result_in(text: str) -> dict[str, Any]:

@@ -164,7 +164,9 @@ def _no_file(path: Path) -> PacelineError:
     near = difflib.get_close_matches(path.name, siblings, n=1)
     reason = "that is a folder" if path.is_dir() else "there is no such file"
     fix = "name the Python file that declares it"
-    if near:
+    if path.exists() and not path.is_dir():  # such as a FIFO, which only one rank could read
+        reason, fix = "it is not a regular file", "write it to one"
+    elif near:
         fix = f"did you mean {path.parent / near[0]}? Name the file"
     return UsageError(f"can't read the workload file {path}", reason, fix)
 

@@ -353,6 +353,7 @@ def how_to_write(error: OSError, place: str = "with --runs") -> str:
     reasons = {
         **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), f"free space there{other}"),
         **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit on open files (`ulimit -n 4096`)"),
+        **dict.fromkeys((errno.EINVAL, errno.EISDIR), "move away what has that name"),  # see `reading.regular`
         errno.EFBIG: "raise the limit on the size of a file (`ulimit -f unlimited`)",
         errno.EROFS: f"mount that file system so that it can be written{other}",
         errno.EIO: f"look at that disk (`dmesg` says what failed){other}",

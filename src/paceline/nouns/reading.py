@@ -4,28 +4,36 @@ All of these can hold anything. What a function here returns is bounded: JSON an
 deep, have no key twice and no number of over MOST_DIGITS digits. Anything else is one ReadError, which is also a
 ValueError. Each takes time in proportion to what is read.
 Whether the values are those that are wanted says `fault_of` by a form, or `as_type` by a class.
+
+Files that others may have made are opened by `open(path, mode, opener=regular)`, here and elsewhere.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, BinaryIO, TypeGuard, TypeVar
 
 from paceline.nouns.errors import ReadError
 
 DEEPEST = 100  # levels of lists and objects; Python's own recursion ends at about 1,000
 MOST_DIGITS = 300  # of a whole number: it then still fits in a float
 MOST_BYTES = 2**24  # of a file, where the caller names no other limit
+LONGEST_LINE = 2**21  # bytes; the longest that a job writes, a text that its loop logs, has 1.2 million
 LARGEST = 2**63 - 1  # of a whole number that torch, numpy or the kernel are handed
 _MOST_DIMS = 64  # of a tensor: numpy's limit
 _LONGEST_SHOWN = 200  # characters of a value in an error
 _CHUNK_BYTES = 2**20
+_TOO_LONG = b"(too long)\n"  # stands for a line that was not kept: no event, and no line of a rank's output
+_NOT_REGULAR = "not a regular file"
 _FIX = "make it again with this version of Paceline"
 # Tried where digits begin: a text of many numbers that are almost as long would take 300 times as long otherwise.
 _LONG_NUMBER = re.compile(f"(?<![0-9])[0-9]{{{MOST_DIGITS + 1}}}")
@@ -79,6 +87,68 @@ def reason_of(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def regular(path: str, flags: int) -> int:
+    """Open a regular file, and nothing else: the `opener` of `open`.
+
+    Opening a FIFO waits for its other end, and a device such as /dev/zero never ends.
+
+    Args:
+        path: of the file, or a link to it.
+        flags: of `os.open`.
+
+    Returns:
+        The descriptor.
+
+    Raises:
+        OSError: it can't be opened, or is something else.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket, or a FIFO that is to be written and that nobody reads
+            raise OSError(errno.EINVAL, _NOT_REGULAR, path) from None
+        raise
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    raise OSError(errno.EINVAL, _NOT_REGULAR, path)
+
+
+def lines_of(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file from where it stands, each with its end; the last one may have none yet.
+
+    A line that is longer than LONGEST_LINE is read past, and never in memory as a whole. Another one stands for it,
+    which is no event.
+    """
+    while line := file.readline(LONGEST_LINE):
+        if len(line) < LONGEST_LINE or line.endswith(b"\n"):
+            yield line
+            continue
+        while (rest := file.readline(LONGEST_LINE)) and not rest.endswith(b"\n"):
+            pass
+        yield _TOO_LONG
+
+
+def lines_after(path: Path, offset: int) -> tuple[list[bytes], int]:
+    """Return the lines of a file that begin at an offset, and the offset of the next. One that has no end yet is left.
+
+    Raises:
+        OSError: the file can't be read.
+    """
+    lines = []
+    with open(path, "rb", opener=regular) as file:
+        file.seek(offset)
+        for line in lines_of(file):
+            if not line.endswith(b"\n"):
+                break
+            lines.append(line)
+            offset = file.tell()
+    return lines, offset
+
+
 def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
     """Read all of a file.
 
@@ -87,16 +157,16 @@ def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
     """
     content = bytearray()
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=regular) as file:
             while len(content) <= most_bytes:  # in chunks: a file that never ends must not fill the memory
                 chunk = file.read(_CHUNK_BYTES)
                 if not chunk:
                     break
                 content += chunk
     except (OSError, ValueError) as error:  # ValueError: a path with a null character
-        raise ReadError(
-            f"can't read {path}", f"it can't be read ({reason_of(error)})", "see that it is there"
-        ) from None
+        reason = reason_of(error)
+        fix = "write it to a regular file" if reason == _NOT_REGULAR else "see that it is there"
+        raise ReadError(f"can't read {path}", f"it can't be read ({reason})", fix) from None
     if len(content) > most_bytes:
         raise ReadError(f"can't read {path}", f"it has more than {most_bytes} bytes", "see what wrote it")
     return bytes(content)

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.launch.command import STOPPED_CODE
+from paceline.nouns.errors import ReadError
+from paceline.nouns.reading import parse_whole, read_text, regular
 from paceline.run.failures import first_cause, left_early, never_ended, read_failures, silent_death
 
 FOLDER = "ended"  # in the run directory
@@ -24,6 +26,8 @@ HEARTBEAT_S = 10.0  # between two touches
 SILENT_S = 60.0  # without a touch, until a rank counts as one that will not write its end
 _LOOK_S = 1.0  # what one look counts at most: this process, or its whole allocation, may have been suspended
 _WIDTH = 4  # characters of a status: "-64" to "256"
+_MOST = 256
+_MOST_BYTES = 100  # of a file
 
 
 class Ends:
@@ -60,7 +64,7 @@ class Ends:
 
     def _put(self, rank: int, text: str) -> None:
         # As many bytes for an end as for a beginning, and in place: a disk that is full by then does not refuse it.
-        descriptor = os.open(self.folder / str(rank), os.O_WRONLY | os.O_CREAT, 0o666)
+        descriptor = regular(str(self.folder / str(rank)), os.O_WRONLY | os.O_CREAT)
         try:
             os.write(descriptor, f"{text:{_WIDTH}}\n".encode())
         finally:
@@ -70,8 +74,10 @@ class Ends:
         """Return the status of those of `ranks` that have ended."""
         statuses = {}
         for rank in ranks:
-            with contextlib.suppress(OSError, ValueError):
-                statuses[rank] = int((self.folder / str(rank)).read_text())
+            with contextlib.suppress(ReadError):
+                status = parse_whole(read_text(self.folder / str(rank), _MOST_BYTES).strip(), -_MOST, _MOST)
+                if status is not None:  # it is blank while the rank runs
+                    statuses[rank] = status
         return statuses
 
     def silent(self, ended: Collection[int]) -> list[int]:
@@ -97,7 +103,7 @@ class Ends:
     def _touched(self, rank: int) -> int | None:
         """Return when a rank's file was touched, in nanoseconds; None: there is none."""
         try:
-            with (self.folder / str(rank)).open() as file:  # over NFS, opening it asks the server
+            with open(self.folder / str(rank), "rb", opener=regular) as file:  # over NFS, opening it asks the server
                 return os.fstat(file.fileno()).st_mtime_ns
         except (FileNotFoundError, NotADirectoryError):
             return None

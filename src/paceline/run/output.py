@@ -13,9 +13,12 @@ from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
+from paceline.nouns.reading import lines_of, parse_number, regular
+
 FILE = "output.log"  # in the run directory
 _MOST_BYTES = 2**28  # of the file; what ranks print after that is shown, and not kept
 _TAIL_BYTES = 2**22
+_LATEST_S = 1e11  # since 1970; the calendar has an end
 _CUT = "paceline: the file is full; what the ranks print from here on is not kept"
 
 
@@ -51,7 +54,8 @@ class OutputLog:
             return None
         try:
             if self.file is None:
-                self.file = self.path.open("ab", buffering=0)  # with the first line: a job may end before it begins
+                # With the first line: a job may end before it begins.
+                self.file = open(self.path, "ab", buffering=0, opener=regular)  # noqa: SIM115
             if os.fstat(self.file.fileno()).st_size > _MOST_BYTES:
                 text = _CUT
                 self.is_over = True
@@ -76,10 +80,8 @@ def parse_line(content: bytes) -> Line | None:
     """Return a line of the file; None for one that is torn."""
     head, tab, text = content.decode("utf-8", "replace").rstrip("\n").partition("\t")
     at, _, source = head.partition(" ")
-    try:
-        return Line(float(at), source, text) if tab and source else None
-    except ValueError:
-        return None
+    at_s = parse_number(at)
+    return Line(at_s, source, text) if tab and source and at_s is not None and 0 <= at_s < _LATEST_S else None
 
 
 def read_lines(path: Path, source: str | None = None, end: int | None = None) -> Iterator[Line]:
@@ -90,12 +92,10 @@ def read_lines(path: Path, source: str | None = None, end: int | None = None) ->
         source: whose lines; None: all.
         end: an offset, behind which nothing is read.
     """
-    read = 0
     try:
-        with path.open("rb") as file:
-            for content in file:
-                read += len(content)
-                if end is not None and read > end:
+        with open(path, "rb", opener=regular) as file:
+            for content in lines_of(file):
+                if end is not None and file.tell() > end:
                     return
                 line = parse_line(content)
                 if line is not None and source in (None, line.source):
@@ -113,7 +113,7 @@ def last_lines(path: Path, count: int, source: str | None = None) -> list[Line]:
         source: whose lines; None: all.
     """
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=regular) as file:
             begin = max(os.fstat(file.fileno()).st_size - _TAIL_BYTES, 0)
             file.seek(begin)
             if begin:

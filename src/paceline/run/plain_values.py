@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.nouns.errors import ReadError, UsageError
 from paceline.nouns.parts import shown
-from paceline.nouns.reading import parse_json, reason_of
+from paceline.nouns.reading import parse_json, reason_of, regular
 
 RETURNED = "returned.safetensors"  # in a run directory: what rank 0 returned
 _KEY = "value"  # of the metadata
@@ -54,7 +54,7 @@ def read_value(path: Path) -> Any:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, framework="pt") as file:
+        with open(path, "rb", opener=regular), safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get(_KEY, "")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
         return _decoded(parse_json(text, str(path)), tensors)

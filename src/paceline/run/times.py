@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.nouns.reading import LONGEST_LINE, lines_of, regular
 from paceline.nouns.table import aligned
 from paceline.train.times_file import FOLDER, VERSION
 
@@ -160,8 +161,8 @@ def newest_process(path: Path) -> tuple[Process | None, bool]:
     """Return the process that wrote to a rank's file last, and whether it has ended its job; None: there is none."""
     newest, has_ended = None, False
     try:
-        with path.open("rb") as file:
-            for text in file:  # of many lines few are read
+        with open(path, "rb", opener=regular) as file:
+            for text in lines_of(file):  # of many lines few are read
                 if text.startswith(_HEAD):
                     newest, has_ended = text, False
                 elif text.startswith(_LAST):
@@ -173,12 +174,12 @@ def newest_process(path: Path) -> tuple[Process | None, bool]:
 
 def _lines(path: Path, tail_only: bool) -> Iterator[dict[str, Any]]:
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=regular) as file:
             begin = max(path.stat().st_size - _TAIL_BYTES, 0) if tail_only else 0
             if begin:
-                yield from _decoded(file.readline())
+                yield from _decoded(file.readline(LONGEST_LINE))
                 file.seek(begin)
-            for text in file:
+            for text in lines_of(file):
                 yield from _decoded(text)
     except OSError:
         return

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.nouns.errors import UsageError
+from paceline.nouns.errors import ReadError, UsageError
+from paceline.nouns.reading import read_text
 from paceline.sinks.numbers import name_of, numbers_of, path_of, picture_of
 
 RUN = "mlflow-run"  # a file of the run directory: the id of MLflow's run
@@ -62,9 +63,9 @@ class MLflow:
 
     def _same_run(self) -> str | None:
         """Return the run in which the job has written before."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ReadError):
             if self.run_dir is not None:
-                run_id = (self.run_dir / RUN).read_text().strip()
+                run_id = read_text(self.run_dir / RUN).strip()
                 self.client.update_run(run_id, status="RUNNING")
                 return run_id
         return None

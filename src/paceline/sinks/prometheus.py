@@ -13,7 +13,8 @@ from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from paceline.nouns.errors import UsageError
+from paceline.nouns.errors import ReadError, UsageError
+from paceline.nouns.reading import read_text, reason_of
 from paceline.sinks.numbers import name_of, numbers_of
 
 FILE = "metrics.prom"  # in the run directory
@@ -167,10 +168,10 @@ def _read_token(path: Path) -> str:
     """
     asked = f"Prometheus(token_file={str(path)!r})"
     try:
-        token = path.read_text().strip()
+        token = read_text(path).strip()
         mode = path.stat().st_mode
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(asked, str(error), "write a file with a token") from error
+    except (OSError, ReadError) as error:
+        raise UsageError(asked, reason_of(error), "write a file with a token") from error
     if mode & 0o077:
         raise UsageError(asked, "others can read it", f"chmod 600 {path}")
     if len(token) < _SHORTEST_TOKEN or not re.fullmatch(r"[\x21-\x7e]+", token):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.nouns.errors import UsageError
+from paceline.nouns.reading import regular
 from paceline.nouns.step_range import parse_steps
 
 VARIABLE = "PACELINE_PROFILE"  # FIRST:LAST
@@ -49,7 +50,7 @@ def read_profile(run_dir: Path, rank: int) -> Iterator[dict[str, Any]]:
         rank: whose; nothing where it has no profile, or a damaged one.
     """
     try:
-        with gzip.open(path_of(run_dir, rank)) as file:
+        with open(path_of(run_dir, rank), "rb", opener=regular) as packed, gzip.open(packed) as file:
             content = json.loads(file.read(_MOST_BYTES))
         base_us = content.get("baseTimeNanoseconds", 0) / 1000
         events = content["traceEvents"]

@@ -27,6 +27,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from paceline.nouns.errors import UsageError
+from paceline.nouns.reading import read_text
 from paceline.nouns.record import elapsed_s
 from paceline.nouns.sink import MakeSink
 
@@ -156,7 +157,7 @@ class TrainJobStatus(_Scheduler):
         # Of urllib, ssl, a torn answer, and a token that is just being replaced, whose text no error may show.
         with contextlib.suppress(OSError, HTTPException, ValueError):
             headers = {
-                "Authorization": f"Bearer {self.token.read_text().strip()}",  # read each time: it rotates
+                "Authorization": f"Bearer {read_text(self.token).strip()}",  # read each time: it rotates
                 "Content-Type": "application/json",
             }
             request = urllib.request.Request(self.url, json.dumps(self.body()).encode(), headers, method="POST")

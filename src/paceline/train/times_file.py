@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.comm.step_times import TIMES
+from paceline.nouns.reading import regular
 
 VERSION = 1
 FOLDER = "times"
@@ -50,7 +51,8 @@ class TimesFile:
             return
         with contextlib.suppress(OSError):  # a full disk: events say so, and training goes on
             (run_dir / FOLDER).mkdir(exist_ok=True)
-            self.file = (run_dir / FOLDER / f"{rank}.jsonl").open("ab", buffering=0)
+            path = run_dir / FOLDER / f"{rank}.jsonl"
+            self.file = open(path, "ab", buffering=0, opener=regular)  # noqa: SIM115
             weakref.finalize(self, self.file.close)  # a job need not be closed
             self.bytes = self.file.tell()
             if self.bytes:

@@ -12,6 +12,7 @@ from paceline.comm import api
 from paceline.launch.orphans import die_with_parent
 from paceline.launch.process_exit import exit_process
 from paceline.nouns.errors import PacelineError
+from paceline.nouns.reading import read_text
 from paceline.run.plain_values import RETURNED, write_value
 from paceline.run.rank.watchdog import begin_watching
 from paceline.run.rank.worker import failed
@@ -45,7 +46,7 @@ def _call(descriptor: int, run_dir: Path) -> None:
     os.close(descriptor)
     if not sent.is_kept:
         # A job without a run directory writes no checkpoint. Its plan and its events have their places all the same.
-        os.environ["PACELINE_PLAN"] = (run_dir / "plan.json").read_text()
+        os.environ["PACELINE_PLAN"] = read_text(run_dir / "plan.json")
         os.environ[FOLDER] = os.environ.pop("PACELINE_RUN_DIR")
     function, arguments = sent.load()
     sys.argv = [name_of(function)]

@@ -13,6 +13,7 @@ from typing import Any
 
 from paceline.nouns.errors import PacelineError
 from paceline.nouns.plan import Plan
+from paceline.nouns.reading import regular
 from paceline.run.directory import SERVERS, write_json
 from paceline.run.rank.worker import failed
 from paceline.server.coordinator.process import Coordination
@@ -87,7 +88,9 @@ def _teller(run_dir: Path) -> Callable[[dict[str, Any]], None]:
     def tell(event: dict[str, Any]) -> None:
         nonlocal is_told
         try:
-            with path.open("ab", buffering=0) as file:  # unbuffered: a line that did not fit is not written later
+            with open(
+                path, "ab", buffering=0, opener=regular
+            ) as file:  # unbuffered: a line that did not fit is not written later
                 file.write(json.dumps({"at": time.time_ns() // 10**6 / 1e3, **event}).encode() + b"\n")
         except OSError as error:
             if not is_told:

@@ -28,7 +28,7 @@ from typing import Any
 
 from paceline.launch.local import RankSettings
 from paceline.nouns.errors import PacelineError, UsageError
-from paceline.nouns.reading import Whole, parse_json
+from paceline.nouns.reading import Whole, parse_json, read_text
 from paceline.rendezvous.interfaces import (
     CAN_SHARE,
     address_of,
@@ -201,7 +201,7 @@ class Agent:
         # A path of the same name proves nothing: each host may have its own. The token was written by the supervisor a
         # moment ago, so who reads it sees the same folder.
         token = Path(request["run_dir"], f".token-{request['token'][:8]}")
-        if not token.is_file() or token.read_text() != request["token"]:
+        if not token.is_file() or read_text(token) != request["token"]:
             raise UsageError(
                 f"the run directory {request['run_dir']}",
                 "it is not the one that the supervisor made",

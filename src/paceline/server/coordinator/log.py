@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.nouns.errors import CheckpointError
-from paceline.nouns.reading import COUNT, parse_json, reason_of
+from paceline.nouns.reading import COUNT, parse_json, reason_of, regular
 from paceline.server.protocol.messages import Configuration, Worker
 
 # A line is one of these decisions.
@@ -52,12 +52,12 @@ class Log:
         """
         log = cls(path)
         try:
-            content = path.read_bytes() if path.exists() else b""
+            log.file = open(path, "r+b" if path.exists() else "w+b", opener=regular)  # noqa: SIM115  `close` closes it
+            content = log.file.read()
             # A crash cuts the last line off. Nobody has heard of that decision, as it is sent only after the sync.
             complete_lines = content[: content.rfind(b"\n") + 1]
             for line in complete_lines.splitlines():
                 log._take(parse_json(line, "a line of it", _LINE))
-            log.file = path.open("r+b" if path.exists() else "w+b")
             # Else the next line would be joined to the part that is left.
             log.file.truncate(len(complete_lines))
             log.file.seek(len(complete_lines))
