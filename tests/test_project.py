@@ -185,3 +185,36 @@ def test_servers_are_a_strategy_and_not_a_condition():
 
 def test_every_test_that_was_measured_is_there():
     assert [name for name in read_durations() if not is_there(name)] == []
+
+
+# Files of the kernel, those that Python or Paceline's own package has, and those in folders that were just made.
+NOT_OF_OTHERS = ("bench/", "demo/", "verify/", "doctor/probe/", "nouns/control_group.py")
+OWN_OPEN = {"self", "self.groups"}  # objects with a method `open` that is about no file
+
+
+def reads(tree):
+    """The lines where a file is opened to be read or appended to, but not by `open(path, mode, opener=regular)`."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        if isinstance(node.func, ast.Name):
+            called, modes = node.func.id, node.args[1:2]
+        elif isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) not in OWN_OPEN:
+            called, modes = node.func.attr, node.args[:1]
+        else:
+            continue
+        is_read = all(isinstance(mode, ast.Constant) and str(mode.value)[:1] in "ra" for mode in modes)
+        is_by_opener = any(keyword.arg == "opener" for keyword in node.keywords)
+        is_whole = called in ("read_text", "read_bytes") and isinstance(node.func, ast.Attribute)
+        if is_whole or (called == "open" and is_read and not is_by_opener):
+            yield node.lineno
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(SOURCE)))
+def test_files_of_others_are_opened_where_a_fifo_is_refused(file):
+    if str(file.relative_to(SOURCE)).startswith(NOT_OF_OTHERS):
+        return
+    lines = file.read_text().splitlines()
+    found = [lines[number - 1].strip() for number in reads(ast.parse(file.read_text()))]
+    found = [line for line in found if "/proc" not in line and "_PROCESSES" not in line]
+    assert found == [], "write open(path, mode, opener=regular), or take a function of nouns/reading.py"

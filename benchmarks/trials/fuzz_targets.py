@@ -20,6 +20,8 @@ from paceline.checkpoint.load import read_own, read_parts
 from paceline.checkpoint.save import _wait_for_notes
 from paceline.checkpoint.tensor_file import TensorFile
 from paceline.cli.server import _coordinator
+from paceline.dashboard.event_index import EventIndex
+from paceline.dashboard.run_facts import checkpoints, end_of, history, ledger
 from paceline.demo.corpus import Corpus, read_corpus
 from paceline.doctor import ask
 from paceline.doctor.checks.host import check_host
@@ -54,13 +56,20 @@ from paceline.run.failures import (
     silent_death,
     unwritten_failure,
 )
+from paceline.run.output import FILE, last_lines, read_lines
 from paceline.run.plain_values import RETURNED, read_value, write_value
+from paceline.run.speed import speed_of
+from paceline.run.summary import failure_lines, read_details, read_run
 from paceline.run.supervise.agent import _HEARD
 from paceline.run.supervise.elastic import last_generation, script_hosts
 from paceline.run.supervise.host_backend import RemoteBackend
 from paceline.run.supervise.job import result_of
 from paceline.run.supervise.progress import Progress
+from paceline.run.supervise.server_news import ServerNews
 from paceline.run.supervise.supervisor import Ending
+from paceline.run.timeline import make_trace
+from paceline.run.times import newest_process, recent_splits, slow_rank
+from paceline.run.times import table as table_of_times
 from paceline.server import setup
 from paceline.server.coordinator.log import Log
 from paceline.server.coordinator.process import _layout_of
@@ -75,6 +84,7 @@ from paceline.server.transport.address import Address
 from paceline.server.transport.peers import addresses_of, facts_of
 from paceline.train.agree import _newest_step
 from paceline.train.alike import check_groups, load_scheduler, scheduler_state
+from paceline.train.events import Events
 from paceline.train.seed import random_state, restore_random_state
 
 Read = Callable[[bytes, Path], Any]
@@ -407,6 +417,70 @@ def _followed(content: bytes, folder: Path) -> None:
     json.dumps(result_of(folder, Ending("done", 0), progress))
 
 
+def _shown_events(path: Path) -> None:
+    """As `paceline runs`, `top` and `timeline` read them, the dashboard, and a rank that goes on."""
+    folder = path.parent
+    json.dumps(read_run(folder).to_json())
+    dataclasses.asdict(read_details(folder))
+    speed_of(folder, read_run(folder))
+    json.dumps(make_trace(folder).events)
+    index = EventIndex(path)
+    index.read_on(0.2)
+    json.dumps([curve.mean.tolist() for curve in index.curves(10).values()])
+    events = index.events(None, 0, 100)
+    history(events, folder, read_run(folder))
+    checkpoints(folder, events)
+    ledger(events)
+    writer = Events(folder)
+    writer.last_step()
+    writer.close()
+
+
+def _times(content: bytes, folder: Path) -> None:
+    for rank in (0, 1):
+        (folder / "times").mkdir(exist_ok=True)
+        (folder / f"times/{rank}.jsonl").write_bytes(content)
+        newest_process(folder / f"times/{rank}.jsonl")
+    splits = recent_splits(folder, 2)
+    slow_rank(splits)
+    table_of_times(splits)
+    json.dumps(make_trace(folder).events)
+
+
+def _printed(path: Path) -> None:
+    list(read_lines(path))
+    last_lines(path, 10)
+
+
+def _told_by_servers(content: bytes, folder: Path) -> None:
+    news = ServerNews(folder, lambda text: None, lambda rank, pid, seconds: None)
+    (folder / "servers.jsonl").write_bytes(content)
+    news.read()
+    news.tell_end()
+
+
+def _ended(path: Path) -> None:
+    run = read_run(path.parent)
+    failure_lines(path.parent)
+    end_of(run)
+
+
+SERVER_EVENTS = [
+    {"event": "servers_started", "servers": 1, "workers": 2, "mode": "async"},
+    {"event": "waiting", "worker": 1, "step": 3, "silent_s": 2.5, "is_connected": True},
+    {"event": "back", "worker": 1, "waited_s": 2.5},
+    {"event": "given_up", "worker": 1, "pid": 7, "silent_s": 20.5},
+    {"event": "notice", "text": "a"},
+    {"event": "servers_ended", "mode": "async", "counted": 5, "gradients": 6},
+]
+TIMES = [
+    {"version": 1, "rank": 0, "host": "h1", "pid": 7, "boot": "b", "monotonic_ns": 5, "wall_ns": 6},
+    {"step": 1, "begin_ns": 5, "ns": {"forward": 7, "communication replicate": 9}, "spans": []},
+    {"step": 2, "begin_ns": 5, "ns": {"forward": 7}, "spans": [["forward", "a", 5, 9, -1, 0]]},
+    {"step": None, "begin_ns": 50, "ns": {"other": 7}},
+]
+
+
 def _failed(content: bytes, folder: Path) -> None:
     (folder / "failures").mkdir()
     for name in ("0", "1", "x", "9" * 200):
@@ -474,6 +548,18 @@ ANSWER = {"address": "10.0.0.1", "port": 5, "interface": "eth0"}
 def _runs() -> Iterator[Target]:
     events = b"".join(_encoded(one) + b"\n" for one in EVENTS)
     yield Target("events.jsonl", "disk", [events], _followed)
+    others = [
+        {"event": "text", "name": "n", "text": "t", "step": 2, "at": 4},
+        {"event": "logged", "lr": 0.1, "step": 2, "at": 4},
+        {"event": "end", "step": 2, "ledger": [{"collective": "a", "axis": "b", "calls": 1, "bytes": 2}], "at": 4},
+    ]
+    more = events + b"".join(_encoded(one) + b"\n" for one in others)
+    yield Target("events.jsonl, shown", "disk", [more], _of_file("events.jsonl", _shown_events))
+    news = b"".join(_encoded(one) + b"\n" for one in SERVER_EVENTS)
+    yield Target("servers.jsonl", "disk", [news], _told_by_servers)
+    times = b"".join(json.dumps(one, separators=(",", ":")).encode() + b"\n" for one in TIMES)
+    yield Target("times/RANK.jsonl", "disk", [times], _times)
+    yield Target("output.log", "disk", [b"1.5 0\tsaid\n2.5 server 1\tso\n"], _of_file(FILE, _printed))
     failure = {
         "rank": 0,
         "step": 3,
@@ -488,6 +574,8 @@ def _runs() -> Iterator[Target]:
         "parts": None,
     }
     yield Target("failures/RANK.json", "disk", [_encoded(failure)], _failed)
+    result = _encoded({"status": "failed", "failure": failure, "evaluation": {"loss": 1.0}})
+    yield Target("result.json", "disk", [result], _of_file("result.json", _ended))
     job = {"script": "/x/train.py", "arguments": [], "ranks": 2}
     yield Target("job.json", "disk", [_encoded(job)], _of_file("a/job.json", _resumed))
     servers = _encoded({"coordinator": "unix:/tmp/a"})

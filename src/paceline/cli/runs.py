@@ -25,7 +25,7 @@ from paceline.nouns.errors import UsageError
 from paceline.nouns.table import aligned, printable
 from paceline.run import summary
 from paceline.run.prediction import rates, read_predictions
-from paceline.run.shown import nbytes, number, scores, steps, when
+from paceline.run.shown import left_out, nbytes, number, scores, steps, when
 from paceline.run.summary import Details, Run
 from paceline.run.times import recent_splits
 from paceline.train.memory_file import read_memory
@@ -255,6 +255,7 @@ def _facts(run: Run, details: Details) -> dict[str, str]:
         "a step": "-" if seconds is None else f"{1000 * seconds:.1f} ms",
         "samples/s": "-" if speed is None else f"{speed:,.1f}",
         "memory of rank 0": nbytes(details.memory_bytes) if details.memory_bytes else "-",
+        "events": left_out(details.unreadable) or "-",
         "checkpoints": checkpoints,
     }
 
@@ -272,6 +273,7 @@ def _details_as_json(details: Details) -> dict[str, Any]:
         "checkpoints": list(details.checkpoints),
         "checkpoint_bytes": details.checkpoint_bytes,
         "failure": details.failure,
+        "unreadable_events": details.unreadable,
     }
 
 

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from paceline.nouns.errors import UsageError, how_to_write
 from paceline.nouns.step_range import parse_steps
+from paceline.run.shown import left_out
 from paceline.run.summary import find_folder
 from paceline.run.timeline import make_trace, write_trace
 
@@ -47,6 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
         write_trace(trace, output)
     except OSError as error:
         raise UsageError(f"a timeline in {output}", f"{error.strerror}", how_to_write(error, "with -o")) from None
+    if told := left_out(trace.unreadable):
+        print(f"paceline timeline: {told}", file=sys.stderr)
     if arguments.json:
         counts = {"steps": trace.steps, "detailed": trace.detailed, "ranks": len(trace.ranks)}
         print(json.dumps({"output": str(output), **counts, "messages": trace.messages}))

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from paceline.run.supervise.progress import decoded
+from paceline.nouns.events import decoded
+from paceline.nouns.reading import LONGEST_LINE, regular
+from paceline.run.event_reader import EventReader, StepEvent
 
 CURVES = {  # of the event `step`: its field, and the name that is shown
     "loss": "loss",
@@ -36,30 +37,15 @@ _FIELDS = (
 )
 _IN_MIB = ("memory_bytes", "sent_bytes")
 _MAY_LACK = ("gradient_norm", "loss_scale", "samples_per_s", "weight_per_s")  # in a step: they say nothing then
-_CHUNK = 2**21
+_CHUNK = LONGEST_LINE
 _HEAD = 256  # bytes by which a file is known: its first event has the time of the start
 _PREVIEW = 400  # lines that stand for those that were not read yet
+_LONGEST_STEP = 2**14  # bytes of a step's line, as far as the preview reads it
 _MOST_NAMES = 200  # numbers of the loop's own that have a curve
-_OTHER_KIND = 255
+_OTHER_KIND = 255  # stands for all kinds after so many
 _NOT_NUMBERS = ("event", "step", "epoch", "at")
 
 Column = npt.NDArray[np.float64]
-
-
-class _Step(msgspec.Struct):
-    """What is read of an event `step`; msgspec passes over other fields."""
-
-    event: str
-    at: float = float("nan")
-    step: int = 0
-    loss: float | None = None
-    seconds: float | None = None
-    gradient_norm: float | None = None
-    memory_bytes: float | None = None
-    samples: float | None = None
-    weight: float | None = None
-    sent_bytes: float | None = None
-    loss_scale: float | None = None
 
 
 class Curve(NamedTuple):
@@ -96,7 +82,6 @@ class EventIndex:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lock = threading.Lock()
-        self._decoder = msgspec.json.Decoder(_Step)
         self._clear()
 
     def _clear(self) -> None:
@@ -106,9 +91,11 @@ class EventIndex:
         self.offset = 0  # up to here it has been read
         self.columns = {name: array("d") for name in _FIELDS}
         self.named: dict[str, _Named] = {}
+        self.reader = EventReader()
+        self.is_in_long_line = False  # which is no event
         self.attempt = 0  # how many steps had been read when the newest process of rank 0 began
         self.is_cut = False  # the loop has logged more names than have a curve
-        self.kinds: list[str] = []
+        self.kinds: dict[str, int] = {}
         self.line_kinds = array("B")
         self.line_offsets = array("Q")
         self._curves: tuple[object, dict[str, Curve]] | None = None  # the newest that were asked for
@@ -123,12 +110,17 @@ class EventIndex:
         """Return the share of the file that has been read, from 0 to 1."""
         return self.offset / self.size if self.size else 1.0
 
+    @property
+    def unreadable(self) -> int:
+        """Return how many lines of those that have been read are no events."""
+        return self.reader.unreadable
+
     def read_on(self, seconds: float) -> None:
         """Read on for about so long, or to the end of the last whole line."""
         with self.lock:
             until = time.perf_counter() + seconds
             try:
-                with self.path.open("rb") as file:
+                with open(self.path, "rb", opener=regular) as file:
                     self._look(file.fileno())
                     file.seek(self.offset)
                     while time.perf_counter() < until and self._read_chunk(file.read(_CHUNK)):
@@ -153,38 +145,35 @@ class EventIndex:
             if len(content) < _CHUNK:
                 self.size = self.offset  # the last line is being written
                 return False
-            end = len(content)  # a line that is longer than a piece is none of ours
+            # A line that is longer than a piece is none of ours.
+            self.reader.unreadable += not self.is_in_long_line
+            self.is_in_long_line = True
+            self.offset += len(content)
+            return True
         at = self.offset
         for line in content[:end].splitlines(keepends=True):
-            self._take(line, at)
+            if not self.is_in_long_line:
+                self._take(line, at)
+            self.is_in_long_line = self.is_in_long_line and not line.endswith(b"\n")
             at += len(line)
         self.offset += end
         return True
 
     def _take(self, line: bytes, at: int) -> None:
-        try:
-            event = self._decoder.decode(line)
-        except (msgspec.DecodeError, msgspec.ValidationError):
-            for other in decoded(line):  # NaN is no JSON for msgspec; torn lines yield nothing
-                self._take_slowly(other, at)
-            return
-        if event.event == "step" and event.step > 0 and event.loss is not None:
+        event = self.reader.read(line)
+        if isinstance(event, StepEvent):
             self._note("step", at)
             for name in _FIELDS:
                 value = getattr(event, name)
                 self.columns[name].append(float("nan") if value is None else value)
-        else:
-            for other in decoded(line):
-                self._take_slowly(other, at)
+        elif event is not None:
+            self._take_other(event, at)
 
-    def _take_slowly(self, event: Mapping[str, Any], at: int) -> None:
+    def _take_other(self, event: Mapping[str, Any], at: int) -> None:
         kind = str(event["event"])
         self._note(kind, at)
         if kind == "start":
             self.attempt = len(self.columns["step"])
-        elif kind == "step":
-            for name in _FIELDS:
-                self.columns[name].append(_number(event.get(name)))
         elif kind in ("evaluation", "logged") and isinstance(event.get("step"), int):
             for name, value in event.items():
                 if name in _NOT_NUMBERS or isinstance(value, bool) or not isinstance(value, int | float):
@@ -198,9 +187,9 @@ class EventIndex:
                     of_name.values.append(_number(value))
 
     def _note(self, kind: str, at: int) -> None:
-        if kind not in self.kinds:
-            self.kinds.append(kind)
-        self.line_kinds.append(min(self.kinds.index(kind), _OTHER_KIND))
+        if len(self.kinds) < _OTHER_KIND:
+            self.kinds.setdefault(kind, len(self.kinds))
+        self.line_kinds.append(self.kinds.get(kind, _OTHER_KIND))
         self.line_offsets.append(at)
 
     def curves(self, points: int, first: float | None = None, last: float | None = None) -> dict[str, Curve]:
@@ -228,7 +217,7 @@ class EventIndex:
         found = {}
         for name, shown in CURVES.items():
             values = columns[name] / 2**20 if name in _IN_MIB else columns[name]
-            if name == "loss" or np.isfinite(values).any():
+            if (name == "loss" and len(values)) or np.isfinite(values).any():
                 curve = decimated(columns["step"], values, points)
                 # null is read as NaN there: only infinities are known to be values.
                 found[shown] = curve._replace(not_finite=int(np.isinf(values).sum())) if name in _MAY_LACK else curve
@@ -269,10 +258,10 @@ class EventIndex:
         chosen = lines[max(len(lines) - skip - count, 0) : len(lines) - skip][::-1]
         found = []
         try:
-            with self.path.open("rb") as file:
+            with open(self.path, "rb", opener=regular) as file:
                 for offset in chosen:
                     file.seek(int(offset))
-                    found += list(decoded(file.readline()))
+                    found += list(decoded(file.readline(LONGEST_LINE)))
         except OSError:
             return []
         return found
@@ -282,7 +271,7 @@ class EventIndex:
             kinds = np.array(self.line_kinds)
             offsets = np.array(self.line_offsets)
             wanted = "step" if kind is None else kind
-            number = min(self.kinds.index(wanted), _OTHER_KIND) if wanted in self.kinds else -1
+            number = self.kinds.get(wanted, -1)
         is_wanted = kinds != number if kind is None else kinds == number
         found: npt.NDArray[np.uint64] = offsets[is_wanted]
         return found
@@ -337,11 +326,12 @@ def _add_rates(columns: dict[str, Column]) -> None:
 def _preview(path: Path, begin: int, end: int) -> Iterator[dict[str, Any]]:
     """Yield some events `step` from a part of a file, at even distances."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=regular) as file:
             for offset in np.linspace(begin, end, _PREVIEW, endpoint=False).astype(np.int64):
                 file.seek(int(offset))
-                file.readline()  # the rest of a line
-                for event in decoded(file.readline()):
+                if not file.readline(_LONGEST_STEP).endswith(b"\n"):  # the rest of a line
+                    continue
+                for event in decoded(file.readline(_LONGEST_STEP)):
                     if event["event"] == "step":
                         yield event
     except OSError:

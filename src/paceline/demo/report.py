@@ -12,8 +12,8 @@ from typing import Any
 
 from paceline.demo.corpus import MASKED, MASKED_HELD_OUT
 from paceline.demo.lines import Line
+from paceline.nouns.events import events_in
 from paceline.nouns.table import aligned
-from paceline.run.supervise.progress import decoded
 
 LEVELS = "▁▂▃▄▅▆▇█"
 _COLUMNS = 60
@@ -22,8 +22,7 @@ _NARROWEST = 60  # columns; what is narrower still wraps
 
 def read_events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     """Return the events of one kind that a run wrote."""
-    events = decoded((run_dir / "events.jsonl").read_bytes())
-    return [event for event in events if event.get("event") == kind]
+    return [event for event in events_in(run_dir / "events.jsonl") if event["event"] == kind]
 
 
 def terminal_curve(losses: Sequence[float], columns: int = _COLUMNS) -> str:

@@ -285,4 +285,6 @@ def format_failure_briefly(cause: Mapping[str, Any], word: str) -> str:
     kind = cause["type"] if cause["traceback"] else ""
     description = ": ".join(part for part in (kind, in_one_line(cause)) if part)
     step = "" if cause["step"] is None else f", step {cause['step']}"
+    if cause["rank"] is None:  # such as of a host that was lost
+        return f"the job failed{step}: {description}"
     return f"rank {cause['rank']}{step} {word}: {description}"

@@ -15,10 +15,10 @@ from typing import Any
 
 import psutil
 
-from paceline.nouns.reading import COUNT, fault_of
+from paceline.nouns.events import decoded
+from paceline.nouns.reading import COUNT, fault_of, regular
 from paceline.run.asked import ask
 from paceline.run.summary import RUNNING, SILENT, Run, read_run, result_failure
-from paceline.run.supervise.progress import decoded
 from paceline.run.times import RankSplit, files_of, newest_process, recent_splits
 
 ANSWER_S = 4.0  # a rank looks for a question twice a second; its thread may wait for a busy core
@@ -258,7 +258,7 @@ def _free_bytes(folder: Path) -> int:
 def _newest_events(folder: Path) -> list[dict[str, Any]]:
     path = folder / "events.jsonl"
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=regular) as file:
             file.seek(max(path.stat().st_size - _TAIL_BYTES, 0))
             return list(decoded(file.read()))
     except OSError:

@@ -28,6 +28,15 @@ def scores(values: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {number(value)}" for name, value in values.items()) or "-"
 
 
+def left_out(unreadable: int) -> str:
+    """Say how many lines of a run's events are no events; "" where all are."""
+    if unreadable == 0:
+        return ""
+    if unreadable == 1:
+        return "1 line of events.jsonl can't be read: it is left out"
+    return f"{unreadable} lines of events.jsonl can't be read: they are left out"
+
+
 def nbytes(count: int) -> str:
     """Write a number of bytes with its unit."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.nouns.events import decoded
 from paceline.nouns.record import elapsed_s
 from paceline.run.summary import Run, ends_of
-from paceline.run.supervise.progress import decoded, speed
+from paceline.run.supervise.progress import speed
 
 _WINDOW = 50  # steps
 

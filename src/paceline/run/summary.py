@@ -14,10 +14,10 @@ from typing import Any
 
 from paceline.checkpoint.manifest import CHECKPOINTS, list_checkpoints, step_of
 from paceline.nouns.errors import PacelineError, ReadError, UsageError, did_you_mean
+from paceline.nouns.events import decoded
 from paceline.nouns.plan import Plan
-from paceline.nouns.reading import parse_json, read_bytes, read_json
+from paceline.nouns.reading import LONGEST_LINE, parse_json, read_bytes, read_json, regular
 from paceline.run.failures import format_failure_briefly
-from paceline.run.supervise.progress import decoded
 
 RUNNING, SILENT = "running", "silent"  # of a run whose last start has no result
 QUIET_S = 120.0  # without an event for longer it is silent: killed, or in a long step, maybe on another host
@@ -98,6 +98,7 @@ class Details:
         memory_bytes: the largest resident memory of rank 0.
         checkpoints: their steps, and the bytes of all.
         failure: what ended it, in a line with rank and step, if something did.
+        unreadable: lines of the file that are no events.
     """
 
     starts: int
@@ -110,6 +111,7 @@ class Details:
     checkpoints: tuple[int, ...]
     checkpoint_bytes: int
     failure: str | None
+    unreadable: int
 
 
 def list_runs(runs: Path) -> list[Run]:
@@ -173,26 +175,30 @@ def read_run(folder: Path) -> Run:
 
 def read_details(folder: Path) -> Details:
     """Read all of a run's events."""
+    from paceline.run.event_reader import EventReader, StepEvent  # here: `paceline runs` needs no msgspec
+
+    reader = EventReader()
     losses: dict[int, float] = {}
     evaluations: dict[int, dict[str, float]] = {}
     logged: dict[str, tuple[int, float]] = {}
-    last: list[Mapping[str, Any]] = []  # steps of the last attempt
+    last: list[tuple[float, int]] = []  # seconds and samples of the last attempt's steps
     starts, memory = 0, 0
-    for event in _events(folder / "events.jsonl"):
-        kind, step = event["event"], int(event.get("step", 0))
+    for event in reader.read_file(folder / "events.jsonl"):
+        if isinstance(event, StepEvent):
+            losses[event.step] = event.loss
+            memory = max(memory, event.memory_bytes)
+            if event.seconds is not None:
+                last.append((event.seconds, event.samples))
+            continue
+        kind, step = event["event"], event.get("step") or 0
         if kind == "start":
             starts, last = starts + 1, []
-        elif kind == "step":
-            losses[step] = event["loss"]
-            memory = max(memory, int(event["memory_bytes"]))
-            if isinstance(event.get("seconds"), int | float):
-                last.append(event)
         elif kind == "evaluation":
             evaluations[step] = _scores(event)
         elif kind == "logged":
             logged |= {name.removeprefix("logged_"): (step, value) for name, value in _scores(event).items()}
-    seconds = [event["seconds"] for event in last[1:] or last]
-    samples = sum(event["samples"] for event in last[1:] or last)
+    seconds = [of_step for of_step, _ in last[1:] or last]
+    samples = sum(of_step for _, of_step in last[1:] or last)
     names = [each.name for each in list_checkpoints(folder / CHECKPOINTS)]
     return Details(
         starts=starts,
@@ -205,6 +211,7 @@ def read_details(folder: Path) -> Details:
         checkpoints=tuple(sorted(step for step in map(step_of, names) if step is not None)),
         checkpoint_bytes=size_of(folder / CHECKPOINTS),
         failure=result_failure(folder),
+        unreadable=reader.unreadable,
     )
 
 
@@ -273,7 +280,7 @@ def ends_of(path: Path) -> Iterator[bytes]:
     size = _TAIL_BYTES
     while size <= _MOST_TAIL_BYTES:
         try:
-            with path.open("rb") as file:
+            with open(path, "rb", opener=regular) as file:
                 begin = max(os.fstat(file.fileno()).st_size - size, 0)
                 file.seek(begin)
                 yield file.read(size)
@@ -290,6 +297,8 @@ def _newest_in(content: bytes) -> dict[str, dict[str, Any]]:
         kind = _KIND.match(line)
         if kind is not None and kind[1].decode() in newest:
             continue  # decoding every line would take ten times as long
+        if len(line) > LONGEST_LINE:
+            continue
         for event in decoded(line):
             newest.setdefault(event["event"], event)
     return dict(reversed(newest.items()))
@@ -301,7 +310,7 @@ def _total_steps(path: Path, newest: Mapping[str, Mapping[str, Any]]) -> int:
         if kind in newest:
             return int(newest[kind]["total_steps"])
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=regular) as file:
             head = file.read(_TAIL_BYTES)
     except OSError:
         return 0
@@ -309,24 +318,22 @@ def _total_steps(path: Path, newest: Mapping[str, Mapping[str, Any]]) -> int:
     return int(first.get("own_batches", first.get("start", {})).get("total_steps", 0))
 
 
-def _events(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        with path.open("rb") as file:
-            for line in file:
-                yield from decoded(line)
-    except OSError:
-        return
-
-
 def result_failure(folder: Path) -> str | None:
     """Return in a line what ended a run, with rank and step; None: nothing did."""
+    return next(iter(failure_lines(folder)), None)
+
+
+def failure_lines(folder: Path) -> list[str]:
+    """Return what ended a run, with rank and step, and if it is an error of ours, how to mend it; [] if nothing did."""
     failure = _read(folder / "result.json").get("failure")
     if not isinstance(failure, dict):
-        return None
+        return []
     try:
-        return format_failure_briefly(failure, "failed first")
-    except KeyError:  # of another version
-        return str(failure.get("message"))
+        brief = format_failure_briefly(failure, "failed first")
+    except (KeyError, TypeError):  # of another version
+        return [str(failure.get("message"))]
+    fixes = str(failure["message"]).splitlines()[2:] if failure.get("is_paceline") else []
+    return [brief, *(fix.strip() for fix in fixes)]
 
 
 def difference(plans: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

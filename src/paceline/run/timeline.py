@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.run.supervise.progress import decoded
+from paceline.run.event_reader import EventReader, StepEvent
 from paceline.run.times import MOST_NS, StepTime, files_of, read_steps
 from paceline.train.profile_files import read_profile
 
@@ -39,6 +39,7 @@ class Trace:
         ranks: whose.
         matched: hosts whose clocks were compared by the ends of collectives; of the others the wall clock counts.
         messages: arrows from a send to its receive.
+        unreadable: lines of the run's events that are none.
     """
 
     events: list[Event]
@@ -47,6 +48,7 @@ class Trace:
     ranks: tuple[int, ...]
     matched: tuple[str, ...] = ()
     messages: int = 0
+    unreadable: int = 0
 
 
 @dataclass(slots=True)
@@ -89,8 +91,9 @@ def make_trace(
             events += _events_of(rank, step, clock, tracks)
     arrows = list(_arrows(by_rank, clock, tracks))
     events += arrows
+    reader = EventReader()
     if any(by_rank.values()) and not tail_only:
-        events += _events_of_job(run_dir, first, last)
+        events += _events_of_job(run_dir, reader, first, last)
         for rank, steps in by_rank.items():
             events += _profile(run_dir, rank, steps, clock)
     every = [step for steps in by_rank.values() for step in steps]
@@ -101,6 +104,7 @@ def make_trace(
         ranks=tuple(rank for rank, steps in by_rank.items() if steps),
         matched=matched,
         messages=len(arrows) // 2,
+        unreadable=reader.unreadable,
     )
 
 
@@ -221,24 +225,20 @@ def _profile(run_dir: Path, rank: int, steps: Sequence[StepTime], clock: _Clock)
         yield moved
 
 
-def _events_of_job(run_dir: Path, first: int | None, last: int | None) -> Iterator[Event]:
+def _events_of_job(run_dir: Path, reader: EventReader, first: int | None, last: int | None) -> Iterator[Event]:
     """Yield rank 0's checkpoints, and what else happened to the job, by the wall clock of its host."""
     yield _meta(0, _CHECKPOINTS, "thread_name", "checkpoints and events")
-    try:
-        with (run_dir / "events.jsonl").open("rb") as file:
-            for line in file:
-                for event in decoded(line):
-                    yield from _event_of_job(event, first, last)
-    except OSError:
-        return
+    for event in reader.read_file(run_dir / "events.jsonl"):
+        if not isinstance(event, StepEvent):
+            yield from _event_of_job(event, first, last)
 
 
 def _event_of_job(event: Mapping[str, Any], first: int | None, last: int | None) -> Iterator[Event]:
     kind, at, step = event["event"], event.get("at"), event.get("step")
-    if not isinstance(at, int | float) or (step is not None and not _is_wanted(step, first, last)):
+    if at is None or (step is not None and not _is_wanted(step, first, last)):
         return
     place = {"pid": 0, "tid": _CHECKPOINTS, "cat": "job", "args": {"step": step}}
-    if kind in ("checkpoint", "saved") and isinstance(event.get("seconds"), int | float):
+    if kind in ("checkpoint", "saved") and "seconds" in event:
         yield {"ph": "X", "name": kind, "ts": 1e6 * (at - event["seconds"]), "dur": 1e6 * event["seconds"], **place}
     elif kind in _INSTANTS:
         yield {"ph": "i", "s": "t", "name": kind, "ts": 1e6 * at, **place}

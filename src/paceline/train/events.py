@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.nouns.errors import UsageError, how_to_write
-from paceline.nouns.reading import parse_whole
+from paceline.nouns.events import decoded
+from paceline.nouns.reading import LONGEST_LINE, parse_whole, regular
 from paceline.nouns.sink import MakeSink
 from paceline.train.scheduler_progress import scheduler_sinks
 from paceline.train.sinks import SinkThread, close_sinks, open_sinks
@@ -67,15 +68,7 @@ class Events:
         # Unbuffered, a write a line: whoever follows the file sees whole lines at once, and a line that did
         # not fit on the disk is not kept to be written later, in the middle of another.
         if run_dir:
-            path = run_dir / "events.jsonl"
-            try:
-                self.file = path.open("ab+", buffering=0)
-            except OSError as error:
-                raise UsageError(
-                    f"can't write the job's events to {path}",
-                    f"it can't be opened ({error.strerror})",
-                    how_to_write(error),
-                ) from None
+            self.file = _opened(run_dir / "events.jsonl")
         self.is_torn = self._ends_torn()
         self.has_warned = False
 
@@ -114,16 +107,13 @@ class Events:
         """Return the last step of this attempt that is written down, whoever wrote it; 0 for none."""
         # From the end: a long run's file has a line per step.
         for line in self._lines_backwards():
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue  # cut off by a crash or a full disk
-            if not isinstance(event, dict) or event.get("takes_over"):
-                continue
-            if event.get("event") in ("step", "resumed"):
-                return int(event["step"])
-            if event.get("event") == "start":
-                return 0
+            for event in decoded(line):
+                if event.get("takes_over"):
+                    continue
+                if event["event"] in ("step", "resumed"):
+                    return int(event["step"])
+                if event["event"] == "start":
+                    return 0
         return 0
 
     def _lines_backwards(self) -> Iterator[bytes]:
@@ -138,7 +128,7 @@ class Events:
             first, *lines = (self.file.read(end - begin) + rest).split(b"\n")
             yield from reversed(lines)
             end = begin
-            rest = first
+            rest = first if len(first) <= LONGEST_LINE else b""  # a line of that length is no event
         yield rest
 
     def close(self) -> None:
@@ -163,6 +153,14 @@ class Events:
             self.has_warned = True
             text = f"events can't be written to {self.file.name} ({reason}); training goes on, its record has gaps"
             print(f"paceline: {text}", file=sys.stderr, flush=True)
+
+
+def _opened(path: Path) -> FileIO:
+    try:
+        return open(path, "ab+", buffering=0, opener=regular)
+    except OSError as error:
+        found = f"it can't be opened ({error.strerror})"
+        raise UsageError(f"the job should write its events to {path}", found, how_to_write(error)) from None
 
 
 def peak_memory_bytes() -> int:

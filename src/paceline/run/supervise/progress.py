@@ -5,26 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from paceline.nouns.errors import ReadError
-from paceline.nouns.reading import COUNT, NUMBER, fault_of, parse_json
+from paceline.nouns.events import decoded
+from paceline.nouns.reading import lines_after
 from paceline.nouns.record import elapsed_s
 
 _WINDOW = 50  # steps over which the speed is taken
 _LONGEST_S = 1e12  # seconds; a damaged event may have times from which follows anything
-# What an event must have; of another kind it can have anything.
-_FORMS = {
-    "start": {"total_steps": COUNT, "restart?": COUNT},
-    "own_batches": {"total_steps": COUNT},
-    "step": {"step": COUNT, "position": COUNT, "samples": COUNT, "loss": NUMBER, "at": float, "memory_bytes": COUNT},
-    "checkpoint": {"path": str, "step?": COUNT},
-    "resumed": {"step": COUNT, "position": COUNT},
-    "stopped": {"step?": COUNT, "asked?": [COUNT]},
-    "evaluation": {"step": COUNT},
-}
 
 
 class Progress:
@@ -52,16 +41,12 @@ class Progress:
     def read(self) -> bool:
         """Take in what the job has written since; True if there was anything."""
         try:
-            with self.path.open("rb") as file:
-                file.seek(self.offset)
-                content = file.read()
+            lines, self.offset = lines_after(self.path, self.offset)
         except OSError:
             return False  # it is not there yet
-        # The last line may still be being written: it is read the next time.
-        lines = content[: content.rfind(b"\n") + 1]
-        self.offset += len(lines)
-        for event in decoded(lines):
-            self._take(event)
+        for line in lines:
+            for event in decoded(line):
+                self._take(event)
         return bool(lines)
 
     def _take(self, event: dict[str, Any]) -> None:
@@ -132,18 +117,6 @@ class Progress:
         if 0 < self.total_steps <= done:
             return f"step {done}/{self.total_steps}  all were taken before"
         return "first step"
-
-
-def decoded(content: bytes) -> Iterator[dict[str, Any]]:
-    """Yield the events in lines of JSON; a line that is none, such as one that a full disk cut off, is left out."""
-    for line in content.splitlines():
-        try:
-            event = parse_json(line, "an event", dict)
-        except ReadError:
-            continue
-        kind = event.get("event")
-        if isinstance(kind, str) and fault_of(event, _FORMS.get(kind, {})) is None:
-            yield event
 
 
 def speed(records: list[dict[str, Any]]) -> float | None:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline.run.supervise.progress import decoded
+from paceline.nouns.events import decoded
+from paceline.nouns.reading import lines_after
 
 End = Callable[[int | None, int, float], None]  # a rank, its process, the seconds for which it has not answered
 
@@ -30,15 +31,13 @@ class ServerNews:
 
     def read(self) -> None:
         """Take in what has been written since."""
-        if not self.path.exists():
-            return
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            content = file.read()
-        lines = content[: content.rfind(b"\n") + 1]  # the last line may still be being written
-        self.offset += len(lines)
-        for event in decoded(lines):
-            self._take(event)
+        try:
+            lines, self.offset = lines_after(self.path, self.offset)
+        except OSError:
+            return  # it is not there yet
+        for line in lines:
+            for event in decoded(line):
+                self._take(event)
 
     def tell_end(self) -> None:
         """Say how much was left out, once all workers have ended."""
