@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from support.browsers import Watched, chromium, needs_chromium
-from support.dashboards import TOKEN, Server, dashboard, make_run
+from support.dashboards import TOKEN, Server, dashboard, make_run, start_event, step_event, write_events
 from support.jobs import start, wait_for
 
 pytestmark = [pytest.mark.integration, needs_chromium]
@@ -252,5 +252,68 @@ def test_what_was_opened_stays_open_and_output_begins_at_its_end(browser, tmp_pa
         watched.page.goto(f"{served.address}/run/a/output")
         place = "document.querySelector('pre').scrollTop + document.querySelector('pre').clientHeight"
         assert wait_for(lambda: watched.page.evaluate(f"{place} > document.querySelector('pre').scrollHeight - 5"))
+        context.close()
+    assert watched.faults == []
+
+
+@pytest.fixture
+def charts(browser, tmp_path) -> Iterator[Watched]:
+    """The overview of a run with constants, and with losses of which some have no logarithm."""
+    folder = make_run(tmp_path / "runs", "a")
+    steps = [step_event(number, loss=[4.0, 0.5, 0.0, -1.0][number % 4], seconds=0.25) for number in range(1, 21)]
+    own = [{"event": "logged", "at": 1.0, "step": number, "lr": 0.001, "zero": 0} for number in range(1, 21)]
+    write_events(folder / "events.jsonl", [start_event(20), *steps, *own])
+    with dashboard(tmp_path / "runs") as served:
+        context = browser.new_context()
+        watched = Watched(context, served)
+        watched.open("/run/a")
+        yield watched
+        context.close()
+    assert watched.faults == []
+
+
+def axis_of(watched: Watched, name: str) -> dict:
+    axis = f"document.querySelector('figure[data-name=\"{name}\"] .chart')._fullLayout.yaxis"
+    return watched.page.evaluate(f"({{type: {axis}.type, range: {axis}.range}})")
+
+
+def test_a_constant_stands_in_the_middle_of_its_axis(charts):
+    for name, value in (("lr", 0.001), ("seconds of a step", 0.25)):
+        low, high = axis_of(charts, name)["range"]
+        assert (low, high) == (pytest.approx(value / 2), pytest.approx(1.5 * value)), name
+    assert axis_of(charts, "zero")["range"] == [-1, 1]
+    low, high = axis_of(charts, "loss")["range"]
+    assert low < -1 < 4 < high
+
+
+def test_a_curve_is_drawn_on_a_logarithm_and_what_has_none_is_counted(charts):
+    page = charts.page
+    figure = page.locator("figure[data-name=loss]")
+    figure.get_by_label("loss on a logarithmic axis").check()
+    assert wait_for(lambda: axis_of(charts, "loss")["type"] == "log")
+    assert "10 points are 0 or less and not shown" in figure.locator("figcaption").inner_text()
+    time.sleep(4.5)  # the page has been refreshed meanwhile
+    assert axis_of(charts, "loss")["type"] == "log"
+    assert axis_of(charts, "lr")["type"] == "linear"
+    figure.get_by_label("loss on a logarithmic axis").uncheck()
+    assert wait_for(lambda: axis_of(charts, "loss")["type"] == "linear")
+    assert figure.locator("figcaption span").inner_text() == "loss"
+    assert page.get_by_label("zero on a logarithmic axis").is_disabled(), "none of its values has a logarithm"
+
+
+def test_on_a_phone_the_list_is_not_cut(browser, tmp_path):
+    make_run(tmp_path / "runs", "a-name-that-is-as-long-as-names-of-files-with-a-time-are-20261129-121314")
+    make_run(tmp_path / "runs", "b", plan="replicate=2,tensor=2,compression=bf16", status="failed")
+    with dashboard(tmp_path / "runs") as served:
+        context = browser.new_context(viewport={"width": 390, "height": 844})
+        watched = Watched(context, served)
+        watched.open("/")
+        cells = "[...document.querySelectorAll('tbody th, tbody td')].map((each) => each.getBoundingClientRect().right)"
+        ends = watched.page.evaluate(cells)
+        assert len(ends) == 18
+        assert max(ends) <= 390
+        text = watched.page.inner_text("tbody")
+        assert "compression=bf16" in text
+        assert watched.page.locator("thead a").count() == 5, "it can still be sorted"
         context.close()
     assert watched.faults == []

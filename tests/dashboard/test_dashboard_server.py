@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import os
+import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -16,12 +19,13 @@ from starlette.requests import Request
 from paceline.cli.main import main
 from paceline.dashboard.access import Access, token_of
 from paceline.dashboard.app import Dashboard
-from paceline.dashboard.run_facts import _AXIS_MEANING, history
+from paceline.dashboard.run_facts import _AXIS_MEANING, end_of, history
 from paceline.dashboard.run_list import RunList, chosen
 from paceline.nouns.errors import UsageError
 from paceline.run.summary import read_run
 
 from support.dashboards import TOKEN, dashboard, make_run, start_event, step_event, write_events
+from support.jobs import write_workload
 
 PAGES = ("", "/time", "/timeline", "/plan", "/memory", "/events", "/output", "/why", "/data/curves", "/trace.json")
 
@@ -409,3 +413,103 @@ def test_axes_are_described_as_in_the_documentation():
     page = (Path(__file__).parents[2] / "docs/plan-options.md").read_text()
     for axis, (has, sent) in _AXIS_MEANING.items():
         assert f"| {has} | {sent} |" in page, axis
+
+
+FAILURE = {
+    "rank": 1, "step": 7, "at": 2.0, "type": "BatchError", "is_peer_loss": False, "is_paceline": True, "where": None,
+    "exit_code": 1, "traceback": "lines", "parts": None,
+    "message": "a batch should have samples\n  found: it has <none>\n  fix: look at the loader",
+}  # fmt: skip
+
+
+def failed_run(runs: Path, failure=None, status="failed", checkpoint=True) -> str:
+    """Return the overview of a run that ended so."""
+    folder = make_run(runs, "a b", status=None)
+    (folder / "result.json").write_text(json.dumps({"status": status, "failure": failure}))
+    if checkpoint:
+        (folder / "checkpoints/step-00000005").mkdir(parents=True)
+    return page_of(runs, "overview", "a b")
+
+
+def page_of(runs: Path, page: str, job: str = "") -> str:
+    scope = {
+        "type": "http", "method": "GET", "path": "/", "query_string": b"", "headers": [], "path_params": {"job": job},
+    }  # fmt: skip
+    return getattr(Dashboard(runs), page)(Request(scope)).body.decode()
+
+
+def test_a_failed_run_begins_with_its_error_and_the_command_that_goes_on(tmp_path):
+    text = failed_run(tmp_path, FAILURE)
+    assert "rank 1, step 7 failed first: BatchError: a batch should have samples: it has &lt;none&gt;" in text
+    assert "fix: look at the loader" in text
+    assert "goes on from its newest checkpoint, of step 5" in text
+    assert text.index("failed first") < text.index("This command goes on") < text.index("speed</dt>")
+    command = shlex.split(html.unescape(re.search(r"<pre>(paceline run .*)</pre>", text)[1]))
+    plan = str(tmp_path / "a b/plan.json")
+    words = ["--plan", plan, "--runs", str(tmp_path), "--job", "a b", "--resume", "/home/ada/train.py", "--lr", "0.1"]
+    assert command == ["paceline", "run", *words]
+
+
+def test_the_command_that_goes_on_is_one_that_paceline_takes(tmp_path, capsys):
+    write_workload(tmp_path, name="train.py")
+    folder = make_run(tmp_path / "runs", "a", status="failed")
+    (folder / "job.json").write_text(json.dumps({"script": str(tmp_path / "train.py"), "arguments": [], "ranks": 2}))
+    (folder / "result.json").write_text(json.dumps({"status": "failed"}))
+    command = shlex.split(end_of(read_run(folder)).command)
+    assert main([*command[1:2], "--dry-run", *command[2:]]) == 0
+    assert "# 2 ranks on this host" in capsys.readouterr().out, "the plan has their number"
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ({"failure": None}, "The ranks had to be killed"),
+        ({"failure": {**FAILURE, "rank": None, "step": None}}, "<b>the job failed: BatchError: a batch"),
+        ({"failure": {**FAILURE, "type": 5, "message": None}}, "None"),
+        ({"failure": FAILURE, "checkpoint": False}, "It has no checkpoint. This command starts it again at step 0"),
+        ({"failure": None, "status": "stopped"}, "goes on from its newest checkpoint, of step 5"),
+    ],
+)
+def test_how_a_run_ended_is_true(tmp_path, case, said):
+    assert said in failed_run(tmp_path, **case)
+
+
+@pytest.mark.parametrize("status", ["done", None])
+def test_a_run_that_needs_nothing_is_told_no_command(tmp_path, status):
+    make_run(tmp_path, "a", status=status)
+    assert "--resume" not in page_of(tmp_path, "overview", "a")
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [(None, "No step is written down yet"), ("failed", "It has ended, and no step is written down")],
+)
+def test_a_run_without_a_step_says_so(tmp_path, status, said):
+    folder = make_run(tmp_path, "a", status=status)
+    assert "step is written down" not in page_of(tmp_path, "overview", "a")
+    write_events(folder / "events.jsonl", [start_event(20)])
+    assert said in page_of(tmp_path, "overview", "a")
+    assert json.loads(page_of(tmp_path, "curves", "a"))["curves"] == [], "an empty chart says nothing"
+
+
+def test_without_runs_the_page_says_what_to_do(tmp_path, monkeypatch):
+    text = page_of(tmp_path / "no runs", "runs")
+    assert f"There is no run in {tmp_path}/no runs: there is no such folder" in text
+    assert f"paceline run --runs &#39;{tmp_path}/no runs&#39; train.py" in text
+    assert "paceline dashboard DIR" in text
+    (tmp_path / "no runs").mkdir()
+    assert "there is no such folder" not in page_of(tmp_path / "no runs", "runs")
+    make_run(tmp_path / "no runs", "a")
+    assert "There is no run" not in page_of(tmp_path / "no runs", "runs")
+
+
+def test_the_folder_of_runs_need_not_be_there_yet(tmp_path, monkeypatch, capsys):
+    served = []
+    monkeypatch.setattr("paceline.dashboard.serve.serve", lambda *words: served.append(words[0]))
+    monkeypatch.chdir(tmp_path)
+    assert main(["dashboard"]) == 0
+    assert served == [Path("runs")]
+    assert main(["dashboard", "rusn"]) == 2, "a name that somebody has written is a mistake"
+    (tmp_path / "runs").write_text("")
+    assert main(["dashboard"]) == 2
+    assert "it is a file" in capsys.readouterr().err

@@ -54,4 +54,4 @@ class Watched:
         self.page.goto(self.server.address + path)
         for kind in ("curves", "compare", "bars", "spans"):
             if self.page.locator(f"[data-{kind}]").count():
-                self.page.wait_for_selector(f"[data-{kind}][data-is-drawn=all]", timeout=30_000)
+                self.page.wait_for_selector(f"[data-{kind}][data-is-drawn=all]", state="attached", timeout=30_000)

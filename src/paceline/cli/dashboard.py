@@ -19,12 +19,13 @@ from paceline.nouns.errors import UsageError
 
 _NEEDED = ("starlette", "uvicorn", "jinja2", "plotly")
 _MOST_PORT = 65535
+_RUNS = Path("runs")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument(
-        "runs", nargs="?", type=Path, default=Path("runs"), metavar="DIR", help="the folder of runs, or a run's folder"
+        "runs", nargs="?", type=Path, default=_RUNS, metavar="DIR", help="the folder of runs, or a run's folder"
     )
     parser.add_argument(
         "--port", type=int, metavar="N", help="port to listen on (default 8265, or the next that is free)"
@@ -43,7 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     job = None
     if (runs / "job.json").is_file():
         runs, job = runs.resolve().parent, runs.resolve().name
-    if not runs.is_dir():
+    # The default need not be there yet: the page says so, and shows the first run as it comes.
+    if not runs.is_dir() and (runs != _RUNS or runs.exists()):
         found = "it is a file" if runs.exists() else "there is no such folder"
         raise UsageError(f"the runs in {runs}", found, "name the folder of your runs: paceline dashboard DIR")
     if arguments.port is not None and not 0 <= arguments.port <= _MOST_PORT:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import re
+import shlex
 import tempfile
 import threading
 import time
@@ -51,7 +52,9 @@ _MOST_POINTS = 5000
 _COMPARED = 8  # runs: as many colours can be told apart
 _EVENTS = 100  # of a page
 _LINES = 500  # of output
+_LONGEST_SHOWN = 2000  # characters of an event's fields
 _HISTORY = 100  # events of each kind that the overview tells of
+_ERRORS = "backslashreplace"  # JSON can have half of a character, which is no UTF-8
 _HERE = Path(__file__).parent
 _STATIC = {
     "dashboard.css": "text/css",
@@ -76,8 +79,8 @@ class Dashboard:
         )
         self._templates.filters.update(
             when=shown.when, steps=shown.steps, number=_number, scores=shown.scores, nbytes=_nbytes,
-            duration=duration, command=_command, part=lambda text: quote(text, safe=""), ms=_ms, clock=_clock,
-            json=_shown_json,
+            duration=duration, command=_command, ms=_ms, clock=_clock, json=_shown_json, left_out=shown.left_out,
+            part=lambda text: quote(text, safe="", errors=_ERRORS),
         )  # fmt: skip
         self._templates.globals.update(version=__version__, tabs=TABS, address=address)
 
@@ -119,9 +122,10 @@ class Dashboard:
             request, "runs.html",
             runs=found[(page - 1) * run_list.PAGE : page * run_list.PAGE], found=len(found), every=len(every),
             page=page, pages=max(1, math.ceil(len(found) / run_list.PAGE)), text=text, status=status, sort=sort,
-            statuses=sorted({run.status for run in every}), folder=self.list.folder,
+            statuses=sorted({run.status for run in every}), folder=self.list.folder.absolute(),
             sorts=(("job", "job"), ("status", "status"), ("started", "started"), ("step", "steps"), ("loss", "loss")),
             is_folder=self.list.folder.is_dir(),
+            command=shlex.join(["paceline", "run", "--runs", str(self.list.folder.absolute()), "train.py"]),
         )  # fmt: skip
 
     def overview(self, request: Request) -> Response:
@@ -135,7 +139,7 @@ class Dashboard:
             request, "overview.html", run=run, tab="overview", speed=speed_of(folder, run), index=index,
             history=run_facts.history(recorded, folder, run), checkpoints=run_facts.checkpoints(folder, saved),
             written=index.count("checkpoint"), slow=_sentence(run, times.recent_splits(folder, run.ranks)),
-            failures=run_facts.failures(folder), texts=index.events("text", 0, 5),
+            end=run_facts.end_of(run), failures=run_facts.failures(folder), texts=index.events("text", 0, 5),
             pictures=index.events("picture", 0, 12),
         )  # fmt: skip
 
@@ -315,7 +319,7 @@ class Dashboard:
 
     def _page(self, request: Request, template: str, **values: Any) -> Response:
         text = self._templates.get_template(template).render(path=request.scope["path"], **values)
-        return _unless_known(HTMLResponse(text), request)
+        return _unless_known(HTMLResponse(text.encode("utf-8", _ERRORS)), request)
 
     def _run(self, request: Request) -> tuple[Run, Path]:
         name = request.path_params["job"]
@@ -355,7 +359,7 @@ def plotly_file() -> Path:
 def address(path: str, /, **query: Any) -> str:
     """Return a path with a query, without the empty parts."""
     given = [(name, value) for name, value in query.items() if value not in (None, "")]
-    return f"{path}?{urlencode(given)}" if given else path
+    return f"{path}?{urlencode(given, errors=_ERRORS)}" if given else path
 
 
 def _json(value: Mapping[str, Any], request: Request) -> Response:
@@ -448,7 +452,9 @@ def _clock(at: float) -> str:
 
 
 def _shown_json(event: Mapping[str, Any]) -> str:
-    return json.dumps({name: value for name, value in event.items() if name not in ("event", "at", "step")})
+    text = json.dumps({name: value for name, value in event.items() if name not in ("event", "at", "step")})
+    more = len(text) - _LONGEST_SHOWN
+    return text if more <= 0 else f"{text[:_LONGEST_SHOWN]} ... and {more} more characters"
 
 
 def _as_on_terminal(text: str) -> str:

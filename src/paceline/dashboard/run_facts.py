@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.manifest import CHECKPOINTS, list_checkpoints, step_of
+from paceline.checkpoint.manifest import CHECKPOINTS, list_checkpoints, step_name, step_of
 from paceline.nouns.errors import MeshError, PacelineError
 from paceline.nouns.mesh import AXES, Mesh
 from paceline.nouns.plan import Plan
+from paceline.nouns.reading import COUNT, fault_of
+from paceline.run import summary
 from paceline.run.failures import first_cause, read_failures
 from paceline.run.prediction import Prediction
 from paceline.run.summary import Run, read_plan, result_failure, size_of
@@ -33,7 +36,7 @@ _AXIS_MEANING = {
 }
 MEMORY_KINDS = ("parameters", "buffers", "gradients", "optimizer state", "rest")
 PREDICTED_KINDS = MEMORY_KINDS[:-1]  # that a prediction has too
-_LEDGER = {"collective", "axis", "calls", "bytes"}
+_LEDGER = {"collective": str, "axis": str, "calls": COUNT, "bytes": COUNT}
 HISTORY_KINDS = (
     "start",
     "resumed",
@@ -201,11 +204,41 @@ def failures(folder: Path) -> list[Mapping[str, Any]]:
     return [cause, *(each for each in found if each is not cause)]
 
 
+@dataclass(frozen=True, slots=True)
+class EndOfRun:
+    """How a run ended that others can go on with, and how to do so.
+
+    Attributes:
+        lines: what ended it, and the fix if it has one; empty where it was asked to stop.
+        step: of the newest checkpoint; None: it has none.
+        command: that goes on from there, under the same plan.
+    """
+
+    lines: Sequence[str]
+    step: int | None
+    command: str
+
+
+def end_of(run: Run) -> EndOfRun | None:
+    """Return how a run ended that failed or was stopped; None: it did not."""
+    if run.status not in ("failed", "stopped"):
+        return None
+    lines: list[str] = []
+    if run.status == "failed":
+        lines = summary.failure_lines(run.folder) or ["The ranks had to be killed: they did not end by themselves."]
+    folder = run.folder.absolute()
+    plan = ["--plan", str(folder / "plan.json")] if run.plan else []
+    script = run.script if any(run.script[:1]) else ("FILE",)
+    words = [*plan, "--runs", str(folder.parent), "--job", run.name, "--resume", *script]
+    newest = list_checkpoints(folder / CHECKPOINTS)[:1]
+    return EndOfRun(lines, step_of(step_name(newest[0])) if newest else None, shlex.join(["paceline", "run", *words]))
+
+
 def ledger(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return what rank 0 gave to collectives, as the newest event `end` has it."""
     for event in events:
-        if event["event"] == "end" and isinstance(event.get("ledger"), list):
-            return [row for row in event["ledger"] if isinstance(row, dict) and row.keys() >= _LEDGER]
+        if event["event"] == "end" and "ledger" in event:
+            return [row for row in event["ledger"] if fault_of(row, _LEDGER) is None]
     return []
 
 

@@ -42,7 +42,7 @@ function colour(name) {
 }
 
 function layout(more) {
-  const axis = { gridcolor: colour("--line"), zerolinecolor: colour("--line"), automargin: true };
+  const axis = { gridcolor: colour("--line"), zerolinecolor: colour("--line"), automargin: true, exponentformat: "e" };
   const base = {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: colour("--text"), size: 12 },
     margin: { l: 50, r: 10, t: 10, b: 35 }, hovermode: "x unified", showlegend: false,
@@ -93,14 +93,47 @@ function tracesOf(curve, number, name) {
   return traces;
 }
 
-function figureFor(holder, name) {
+// All finite values that curves draw.
+function valuesOf(curves) {
+  return curves.flatMap((curve) => [curve.mean, curve.low || [], curve.high || []]).flat().filter((value) => value !== null);
+}
+
+// plotly draws a constant in the middle of two units, where a small one looks like 0: half of it to either side shows it.
+function rangeOf(name, curves) {
+  const values = valuesOf(curves);
+  const low = values.reduce((one, other) => Math.min(one, other), Infinity);
+  const high = values.reduce((one, other) => Math.max(one, other), -Infinity);
+  const around = Math.abs(low) / 2 || 1;
+  if (low === high) return { autorange: false, range: [low - around, low + around] };
+  return { autorange: true, rangemode: FROM_ZERO.includes(name) ? "tozero" : "normal" };
+}
+
+// On a logarithm the values have no place that are 0 or less.
+function onLogarithm(curve) {
+  const above = (values) => values.map((value) => (value > 0 ? value : null));
+  const least = valuesOf([curve]).reduce((one, other) => (other > 0 ? Math.min(one, other) : one), Infinity);
+  const shown = { ...curve, mean: above(curve.mean) };
+  // The band goes down to the least value that there is where its lower bound has no place.
+  if (curve.low) Object.assign(shown, { low: curve.low.map((value) => (value === null ? null : Math.max(value, least))), high: above(curve.high) });
+  return shown;
+}
+
+function figureFor(holder, name, redraw) {
   for (const figure of holder.children) {
     if (figure.dataset.name === name) return figure;
   }
   const figure = document.createElement("figure");
   figure.dataset.name = name;
   const caption = document.createElement("figcaption");
-  caption.textContent = name;
+  const title = document.createElement("span");
+  title.textContent = name;
+  const label = document.createElement("label");
+  const box = document.createElement("input");
+  box.type = "checkbox";
+  box.setAttribute("aria-label", `${name} on a logarithmic axis`);
+  box.addEventListener("change", redraw);
+  label.append(box, " logarithmic");
+  caption.append(title, label);
   const chart = document.createElement("div");
   chart.className = "chart";
   chart.setAttribute("aria-hidden", "true");
@@ -145,10 +178,14 @@ function showNumbers(figure, curves) {
   figure.fillTable();
 }
 
-function sayNotFinite(figure, curves) {
-  const name = figure.dataset.name;
-  const count = curves.reduce((sum, curve) => sum + curve.not_finite, 0);
-  figure.querySelector("figcaption").textContent = count ? `${name} (${count} are NaN or infinite)` : name;
+// Say beside a chart's name what it can't show.
+function sayNotShown(figure, curves, isLogarithmic) {
+  const notFinite = curves.reduce((sum, curve) => sum + curve.not_finite, 0);
+  const notAbove = curves.flatMap((curve) => curve.mean).filter((value) => value !== null && value <= 0).length;
+  const left = [];
+  if (notFinite) left.push(`${notFinite} are NaN or infinite`);
+  if (isLogarithmic && notAbove) left.push(`${notAbove} points are 0 or less and not shown`);
+  figure.querySelector("figcaption span").textContent = left.length ? `${figure.dataset.name} (${left.join("; ")})` : figure.dataset.name;
 }
 
 async function drawCurves(holder, address, toFigures) {
@@ -157,13 +194,18 @@ async function drawCurves(holder, address, toFigures) {
   const redraw = async () => {
     if (!data) return;
     for (const { name, curves } of toFigures(data)) {
-      const figure = figureFor(holder, name);
-      const traces = curves.flatMap((curve) => tracesOf(curve, curve.number || 0, curve.run || name));
-      sayNotFinite(figure, curves);
+      const figure = figureFor(holder, name, redraw);
+      const box = figure.querySelector("figcaption input");
+      box.disabled = !valuesOf(curves).some((value) => value > 0);
+      const isLogarithmic = box.checked && !box.disabled;
+      const drawnCurves = isLogarithmic ? curves.map(onLogarithm) : curves;
+      const traces = drawnCurves.flatMap((curve) => tracesOf(curve, curve.number || 0, curve.run || name));
+      sayNotShown(figure, curves, isLogarithmic);
       showNumbers(figure, curves);
       const legend = curves[0].run ? { showlegend: true, legend: { orientation: "h", y: 1.02, yanchor: "bottom" }, margin: { l: 50, r: 10, t: 30, b: 35 } } : {};
-      const range = FROM_ZERO.includes(name) ? { rangemode: "tozero" } : {};
-      await draw(figure.querySelector(".chart"), traces, { ...legend, xaxis: { title: { text: "step" } }, yaxis: range });
+      const yaxis = isLogarithmic ? { type: "log", autorange: true } : { type: "linear", ...rangeOf(name, curves) };
+      yaxis.uirevision = yaxis.type; // a zoom is kept, but not from one kind of axis to the other
+      await draw(figure.querySelector(".chart"), traces, { ...legend, xaxis: { title: { text: "step" } }, yaxis });
     }
     holder.dataset.isDrawn = data.is_complete ? "all" : "some";
   };
