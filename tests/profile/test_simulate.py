@@ -224,6 +224,38 @@ def test_an_unusual_model():
     assert held[GRADIENTS] == 50 * 16 * 4 + 16 * 8
 
 
+def test_a_step_that_does_not_fit_is_not_taken_to_its_end():
+    data = list(torch.randn(512, 64))
+    asked = []
+
+    def loss(model, batch):
+        asked.append(len(batch))
+        return model(batch).square().sum(), len(batch)
+
+    workload = small(data=data, batch_size=512, loss=loss)
+    peak = memory_of(simulate(workload, Plan(), device="cuda")).peak
+    taken = len(asked)
+    assert memory_of(simulate(workload, Plan(), device="cuda", capacity=peak)).peak == peak
+    with pytest.raises(WorkloadError, match=f"more than {peak - 1} bytes live at once"):
+        simulate(workload, Plan(), device="cuda", capacity=peak - 1)
+    asked.clear()
+    with pytest.raises(WorkloadError, match="more than 1 bytes live at once"):
+        simulate(workload, Plan(), device="cuda", capacity=1)
+    assert len(asked) < taken
+
+
+def test_a_step_that_does_not_fit_is_refused_though_its_error_is_caught():
+    def loss(model, batch):
+        try:
+            many = batch.new_zeros(10**9)
+        except Exception:
+            many = batch
+        return model(batch).square().sum() + 0 * many[0].sum(), len(batch)
+
+    with pytest.raises(WorkloadError, match="live at once"):
+        simulate(small(loss=loss), Plan(), device="cuda", capacity=10**9)
+
+
 class Sparse(nn.Module):
     """Rows of an embedding, of which a step uses some."""
 

@@ -25,6 +25,7 @@ from torch.utils.flop_counter import flop_registry
 
 from paceline.comm.fully_shard import has_parts, is_part, local
 from paceline.graph.chunked_loss import body_of
+from paceline.nouns.errors import WorkloadError
 from paceline.nouns.patching import patched
 from paceline.nouns.profile import ACTIVATIONS, GATHERED, TEMPORARY, Block, Recording, Work
 from paceline.profile.cpu_workspace import scratch_bytes
@@ -32,6 +33,7 @@ from paceline.profile.cpu_workspace import scratch_bytes
 aten = torch.ops.aten
 MOST_ANSWERS = 2000  # before and in forward passes; after so many, a loop waits for another answer
 _IN_PLACE = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}  # of which the counter of operations knows the other
+_DEVICE = torch.ops.prim.device.default
 _ASKED = (aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default)
 
 
@@ -45,6 +47,8 @@ class Allocations(TorchDispatchMode):
         stream: of the GPU, whose allocator keeps a pool for each.
         is_answering: fake tensors' values are asked for, and answered by a guess.
         sees_scratch: memory that CPU kernels allocate inside themselves is measured and entered.
+        capacity: bytes that may live at once; None: any number.
+        is_over: more have lived.
     """
 
     def __init__(self, names: dict[torch.nn.Module, str] | None = None) -> None:
@@ -60,6 +64,9 @@ class Allocations(TorchDispatchMode):
         self.modules: dict[str, Work] = {}
         self.alive: dict[int, int] = {}  # by storage: its block
         self.sizes: dict[int, int] = {}  # by storage: bytes
+        self.live = 0  # bytes, of all of them
+        self.capacity: int | None = None
+        self.is_over = False
         self.path: list[str] = [""]
         self.entries: list[tuple[int, str]] = []  # autograd's numbers from which on operations were in a module
         self.last_phase = ""  # the last that was entered in the recording
@@ -124,8 +131,21 @@ class Allocations(TorchDispatchMode):
         recording = self.recording
         self.alive[key] = len(recording.blocks)
         self.sizes[key] = size
+        self.live += size
         recording.events.append(len(recording.blocks) + 1)  # index + 1: 0 would have no sign
         recording.blocks.append(Block(size, TEMPORARY, holder, phase, self.stream))
+        if self.capacity is not None and self.live > self.capacity:
+            self.is_over = True
+            self.check_fits()
+
+    def check_fits(self) -> None:
+        """Raise WorkloadError if more bytes than the capacity have lived at once."""
+        if self.is_over:
+            raise WorkloadError(
+                "the step should fit its device",
+                f"more than {self.capacity} bytes live at once in it",
+                "hold less: `paceline plan --explain-oom` tries what does",
+            )
 
     def _allocate_and_free(self, size: int) -> None:
         """Enter memory that a kernel allocated and has freed."""
@@ -136,7 +156,7 @@ class Allocations(TorchDispatchMode):
 
     def _free(self, key: int) -> None:
         index = self.alive.pop(key)
-        del self.sizes[key]
+        self.live -= self.sizes.pop(key)
         if self.has_ended:
             return
         phase, _ = self._phase_and_module()
@@ -153,6 +173,7 @@ class Allocations(TorchDispatchMode):
         """Enter that a storage was emptied or filled in place, as FSDP2 does: a new block of the same kind."""
         old_block = self.recording.blocks[self.alive[key]]
         if self.sizes[key]:
+            self.live -= self.sizes[key]
             self.recording.events.append(-(self.alive[key] + 1))
         self._allocate(key, size)
         if not size:  # an empty one allocates nothing
@@ -184,6 +205,8 @@ class Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and look at what it returns. Where tensors have no values, every number is 1."""
+        if func is _DEVICE:  # two of three calls, and no operation
+            return func(*args)
         if has_parts(types):
             return NotImplemented  # it comes again, as operations on what this rank holds
         if func in _ASKED and self.is_answering:
@@ -193,16 +216,18 @@ class Allocations(TorchDispatchMode):
         if body is not None:
             with self:
                 return body(*args, **kwargs)
-        result = func(*args, **kwargs)
-        for value in _tensors(result):
-            self.note(value)
-            if func._overloadpacket is aten.any:
-                value.is_none = True  # type: ignore[attr-defined]  # for `_answer`: nothing is out of bounds
-        if self.sees_scratch:
-            scratch = scratch_bytes(func, args, kwargs)
-            if scratch:
-                self._allocate_and_free(scratch)
-        self._count(func, args, kwargs, result)
+        # Modes of functions have seen the call; without this they see each attribute that is read in here, too.
+        with torch._C.DisableTorchFunction():
+            result = func(*args, **kwargs)
+            for value in _tensors(result):
+                self.note(value)
+                if func._overloadpacket is aten.any:
+                    value.is_none = True  # type: ignore[attr-defined]  # for `_answer`: nothing is out of bounds
+            if self.sees_scratch:
+                scratch = scratch_bytes(func, args, kwargs)
+                if scratch:
+                    self._allocate_and_free(scratch)
+            self._count(func, args, kwargs, result)
         return result
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:

@@ -87,12 +87,14 @@ class How:
         is_real: tensors have values, and memory.
         is_brief: of many micro-batches two are run.
         place: where tensors say that they are; on the CPU for a GPU's step too, as `as_on_gpu` exchanges what runs.
+        capacity: bytes of the device; a step of which more live at once is not taken to its end. None: any number.
     """
 
     device: str = "cpu"
     is_real: bool = False
     is_brief: bool = False
     place: str = "cpu"
+    capacity: int | None = None
 
 
 class SimulatedStep:
@@ -121,6 +123,8 @@ class SimulatedStep:
         has_shards = plan.offload == "on"
         has_host_memory = how.device != "cpu" and (has_shards or plan.checkpointing == "offload")
         self.host = HostMemory(self.recorder, has_shards) if has_host_memory else None
+        if self.host is None:  # of a recording of both, what is the host's is known at its end
+            self.recorder.capacity = how.capacity
         place = RankPlace(rank, self.device)
         assembly = Assembly(workload, self.plan, place, lambda: open_data("data", workload.data), self.ledger)
         # Batches have values, which say shapes and paths; `step` brings them where the model is.
@@ -259,7 +263,14 @@ class SimulatedStep:
                 recorder.note_all([("gradient buckets", buffer)], COMMUNICATION)
 
 
-def simulate(workload: Workload, plan: Plan, rank: int = 0, device: str = "cpu", is_brief: bool = False) -> Profile:
+def simulate(
+    workload: Workload,
+    plan: Plan,
+    rank: int = 0,
+    device: str = "cpu",
+    is_brief: bool = False,
+    capacity: int | None = None,
+) -> Profile:
     """Simulate a step and return what `rank` allocates, computes and sends in it.
 
     Args:
@@ -268,17 +279,19 @@ def simulate(workload: Workload, plan: Plan, rank: int = 0, device: str = "cpu",
         rank: of the plan's world.
         device: "cpu" or "cuda", which need not be there.
         is_brief: simulate two micro-batches of many: memory is the same, operations are multiplied.
+        capacity: bytes of the device; None: any number.
 
     Raises:
         PlanError: the plan has what can't be tried out beforehand.
-        WorkloadError: the model's path depends on values, and the plan has more than one rank.
+        WorkloadError: the model's path depends on values, and the plan has more than one rank; or more bytes than the
+            capacity live at once.
     """
     check_can_try(plan)
     if plan.checkpointing == "offload":
         check_can_offload(device)
     state = torch.get_rng_state()  # the simulation seeds; a second try must begin as the first did
     try:
-        return _simulate(workload, plan, rank, How(device, is_brief=is_brief))
+        return _simulate(workload, plan, rank, How(device, is_brief=is_brief, capacity=capacity))
     except _NEEDS_VALUES as error:
         if plan.world_size > 1:
             raise WorkloadError(
@@ -287,7 +300,7 @@ def simulate(workload: Workload, plan: Plan, rank: int = 0, device: str = "cpu",
                 "profile it in one process: paceline profile, where a real step can be measured",
             ) from None
         torch.set_rng_state(state)
-        profile = _simulate(workload, plan, rank, How(device, is_real=True, is_brief=is_brief))
+        profile = _simulate(workload, plan, rank, How(device, True, is_brief, capacity=capacity))
         profile.notices.append(f"a real step was measured on the CPU: the model asks for values ({error})")
         return profile
 
@@ -303,6 +316,7 @@ def _simulate(workload: Workload, plan: Plan, rank: int, how: How) -> Profile:
                 simulated.host.copied_bytes = 0
             simulated.step()
         recorder = simulated.recorder
+        recorder.check_fits()  # somebody may have caught the error
         recorder.has_ended = True
         notices = list(simulated.notices)
         for path in recorder.asked:
