@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
 
+import psutil
 import pytest
 
-from support.jobs import paceline
+from paceline.cli.main import main
+from paceline.run.supervise import progress
+
+from support.jobs import leftovers, paceline, start, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -49,6 +55,41 @@ def test_where_memory_goes_and_the_ways_out(tmp_path):
     facts = json.loads(out.splitlines()[-1])["memory"]
     assert facts["ways_out"] == []
     assert facts["ranks"][0]["is_too_large"] is False
+
+
+def test_progress_is_on_standard_error(tmp_path, monkeypatch, capsys):
+    """What is simulated, how many steps of how many, how fast, how long still; standard output has the answer alone."""
+    (tmp_path / "train.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(progress, "_SILENT_S", 0.0)
+    monkeypatch.setattr(progress.Screen, "__init__", _without_pauses(progress.Screen.__init__))
+    assert main(["plan", "--explain-oom", "--device", "V100-0.9GB", "--json", "train.py"]) == 0
+    printed = capsys.readouterr()
+    assert len(json.loads(printed.out)["memory"]["ways_out"]) == 4
+    lines = printed.err.splitlines()
+    assert lines[0] == "loading train.py: 0:00 so far"
+    assert "rank 0 under replicate=1: " in printed.err
+    told = re.compile(
+        r"\d+ of up to \d+ steps simulated, [\d.,]+ a minute, at most \d+:\d\d left: .*micro_batch_size=8192"
+    )
+    assert any(told.match(line) for line in lines), lines
+
+
+def _without_pauses(made):
+    return lambda self, out, status: made(self, out, status, every_s=0.0)
+
+
+def test_an_interruption_is_one_line_and_leaves_nothing(tmp_path):
+    (tmp_path / "train.py").write_text(MODEL)
+    command = start(tmp_path, "plan", "--explain-oom", "--device", "V100-0.9GB", "train.py")
+    process = psutil.Process(command.pid)
+    assert wait_for(lambda: any("profile_workload" in str(child.cmdline()) for child in process.children()), 60)
+    command.send_signal(signal.SIGINT)
+    out, err = command.communicate()
+    assert (command.returncode, out) == (130, "")
+    assert err.splitlines()[-1] == "paceline: interrupted"
+    assert "Traceback" not in err
+    assert wait_for(lambda: not leftovers(tmp_path)), leftovers(tmp_path)
 
 
 MOMENTS = """

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import random
+from collections import defaultdict
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
 
 from paceline.cli import plan_loop, plan_memory
-from paceline.cli import profile as profile_command
 from paceline.cli.main import main
 from paceline.cli.plan_memory import by_allocator, notices_of
-from paceline.launch.profile_workload import ranks_to_profile
+from paceline.launch.profile_workload import Simulators, ranks_to_profile
 from paceline.nouns.device import CONTEXT_BYTES, Device
 from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.nouns.plan import Plan
@@ -106,9 +107,7 @@ def refused(*_):
 def test_the_page_offers_expandable_segments(text, wanted, monkeypatch):
     error = WorkloadError("a step of it", "nothing else is tried here", "wait")
     answer = {True: error, False: fragmented()}
-    monkeypatch.setattr(
-        plan_memory, "profile_workload", lambda requests, *_: [answer[one.is_brief] for one in requests]
-    )
+    monkeypatch.setattr(Simulators, "ask", lambda _, requests, *__, **___: [answer[one.is_brief] for one in requests])
     report, lines, _ = plan_memory.explain(Plan(), ["train.py"], Device.parse(text), with_ways_out=True)
     offered = [line for line in lines if line.startswith("PYTORCH_ALLOC_CONF=expandable_segments:True in the env")]
     assert [line.partition("needs")[2].split() for line in offered] == [["8,192.0", "MiB", "cost:", "none"]] * wanted
@@ -116,10 +115,52 @@ def test_the_page_offers_expandable_segments(text, wanted, monkeypatch):
     assert [way["more_devices"] for way in report["ways_out"]] == [0] * wanted
 
 
+def all_rounds(plan, fits):
+    """The cheapest of all changes that fit, where in each round the next of every kind is tried."""
+    waiting = defaultdict(list)
+    for way in ways(plan, 8, "float32", True):
+        waiting[way.kind].append(way)
+    fitting = []
+    tried = 0
+    while waiting and (len(fitting) < 4 or "micro-batch" in waiting):
+        for kind in list(waiting):
+            way = waiting[kind].pop(0)
+            tried += 1
+            if fits(way):
+                fitting.append((way, 5, 100.0))
+            if fits(way) or not waiting[kind]:
+                del waiting[kind]
+    return cheapest(fitting, plan, 100.0), tried
+
+
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.7, 1.0])
+def test_more_devices_are_tried_only_where_they_can_be_among_the_cheapest(share, monkeypatch):
+    monkeypatch.setattr(plan_memory, "needed_if_it_fits", lambda plan, profiles, device: profiles[0].shared_bytes)
+    monkeypatch.setattr(plan_memory, "by_allocator", lambda *_: [])
+    saved = 0
+    for seed in range(100):
+        dice = {way.text: random.Random(f"{seed} {way.text}").random() < share for way in ways(Plan(), 8, "float32")}
+        asked = []
+
+        def ask(requests, progress, dice=dice, asked=asked):
+            asked += requests
+            return [replace(profile("cuda"), shared_bytes=5 if dice[one.name] else None) for one in requests]
+
+        progress = SimpleNamespace(num_done=0)
+        found = plan_memory._ways_out(
+            Plan(), SimpleNamespace(ask=ask), progress, Device.parse("16GB"), [replace(profile("cuda"), micro_batch=8)]
+        )
+        wanted, tried = all_rounds(Plan(), lambda way, dice=dice: dice[way.text])
+        assert [out.way.text for out in found] == [out.way.text for out in wanted]
+        assert len(asked) <= tried
+        saved += tried - len(asked)
+    assert saved > 0
+
+
 @pytest.mark.parametrize(("text", "wanted"), [("9GB", True), ("7GB", False)])
 def test_a_loop_is_offered_expandable_segments(text, wanted, monkeypatch):
     monkeypatch.setattr(plan_loop, "profile_loop", refused)
-    tried = plan_loop._Tried(["loop.py"], Device.parse(text), {Plan(): [SimpleNamespace(profile=fragmented())]})
+    tried = plan_loop._Tried(["loop.py"], Device.parse(text), {Plan(): [SimpleNamespace(profile=fragmented())]}, None)
     found = plan_loop._ways_out(Plan(), tried, {"ranks": [{"is_too_large": True}]})
     assert [way.way.kind for way in found] == ["allocator"] * wanted
     tried.device = replace(tried.device, expandable_segments=True)
@@ -129,7 +170,7 @@ def test_a_loop_is_offered_expandable_segments(text, wanted, monkeypatch):
 @pytest.mark.parametrize("flag", [[], ["--expandable-segments"]])
 def test_a_profile_of_either_allocator(flag, monkeypatch, tmp_path, capsys):
     (tmp_path / "train.py").write_text(TINY + LOOP)
-    monkeypatch.setattr(profile_command, "profile_workload", lambda *_: [fragmented()])
+    monkeypatch.setattr(Simulators, "ask", lambda *_: [fragmented()])
     assert main(["profile", "--device", "9GB", *flag, "--json", str(tmp_path / "train.py")]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["expandable_segments"] is bool(flag)

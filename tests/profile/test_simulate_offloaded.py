@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -101,12 +102,12 @@ def test_it_is_shown_and_read_again(pair, tmp_path):
 
 
 @pytest.mark.parametrize(("blocks", "is_way"), [(BLOCKS, True), (0, False)])
-def test_it_is_a_way_out_with_its_cost(blocks, is_way, monkeypatch):
+def test_it_is_a_way_out_with_its_cost(blocks, is_way):
     (way,) = [way for way in ways(Plan(), 8, "float32") if way.kind == "offload"]
     profile = simulate(workload(blocks), way.plan, device="cuda")
     assert any(NOTHING_TO_OFFLOAD in notice for notice in profile.notices) != is_way
-    monkeypatch.setattr(plan_memory, "profile_workload", lambda *_: [profile])
-    found = plan_memory._tried([way], ["train.py"], Device.parse("16GB"))
+    simulators = SimpleNamespace(ask=lambda *_: [profile])
+    found = plan_memory._tried([way], simulators, None, Device.parse("16GB"))
     assert len(found) == is_way
     for suggestion in cheapest(found, Plan(), profile.flops):
         assert suggestion.cost == "21.0 MiB copied between device and host in each step, 11.0 MiB of the host's memory"

@@ -6,11 +6,12 @@ import io
 import json
 import os
 import subprocess
+import sys
 
 import pytest
 
 from paceline.run.output import parse_line
-from paceline.run.supervise.progress import Screen, encodable
+from paceline.run.supervise.progress import Screen, WorkProgress, encodable
 
 from support.jobs import LOOP, STEPS, command, leftovers, losses, marked, wait_for, write_workload
 
@@ -49,6 +50,45 @@ def test_a_stream_that_takes_nothing_is_given_up_once_and_said():
     assert status.getvalue().count("standard output can't be written (No space left on device)") == 1
     screen.say("still here")
     assert status.getvalue().endswith("still here\n")
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("is_most", [False, True])
+def test_what_a_command_works_at_how_fast_and_for_how_long_still(monkeypatch, is_most):
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    at = [0.0]
+    with WorkProgress("steps", lambda: at[0]) as progress:
+        progress.total, progress.is_most = 4, is_most
+        progress.begins("first", 0)
+        at[0] = 8.0
+        progress.begins("second", 1)
+        at[0] = 20.0
+        progress.ends(0)
+    lines = sys.stderr.getvalue().splitlines()
+    of, most = ("of up to", "at most ") if is_most else ("of", "")
+    assert lines == ["first, second: 0:08 so far", f"1 {of} 4 steps, 3.0 a minute, {most}1:00 left: second"]
+
+
+def test_short_work_says_nothing_where_a_line_stays(monkeypatch):
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    with WorkProgress("steps", lambda: 0.0) as progress:
+        progress.begins("first")
+        progress.ends()
+    assert sys.stderr.getvalue() == ""
+
+
+def test_a_terminal_has_one_line_which_goes(monkeypatch):
+    monkeypatch.setattr("sys.stderr", Terminal())
+    monkeypatch.setenv("COLUMNS", "30")
+    with WorkProgress("steps", lambda: 0.0) as progress:
+        progress.begins("x" * 100)
+        progress.begins("second")
+    written = sys.stderr.getvalue().split("\r\x1b[K")
+    assert written == ["x" * 29, "second: 0:00 so far", ""]
 
 
 def test_two_streams_that_take_nothing_are_both_given_up():

@@ -100,7 +100,7 @@ def test_checkpointing_that_saves_nothing_is_no_way_out(monkeypatch):
     same = simulate(workload("no blocks"), Plan.parse("checkpointing=full"))
     memory = SimpleNamespace(is_too_large=False, reserved=1)
     answers = [same if "checkpointing" in way.text else plain for way in candidates]
-    monkeypatch.setattr(plan_memory, "profile_workload", lambda *_: answers)
+    simulators = SimpleNamespace(ask=lambda *_: answers)
     monkeypatch.setattr(plan_memory, "memory_of", lambda *_: memory)
-    found = plan_memory._tried(candidates, ["train.py"], Device.parse("16GB"))
+    found = plan_memory._tried(candidates, simulators, None, Device.parse("16GB"))
     assert {way.kind for way, _, _ in found} == {"micro-batch"}

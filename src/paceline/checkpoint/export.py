@@ -121,8 +121,13 @@ def check_may_export(folder: Path) -> None:
         )
 
 
-def write_export(export: Export, folder: Path) -> None:
+def write_export(export: Export, folder: Path, wrote: Callable[[int], None] = lambda nbytes: None) -> None:
     """Write the files of `export` to `folder`, which appears when they are complete.
+
+    Args:
+        export: what to write.
+        folder: new or empty.
+        wrote: told the bytes of each tensor, after it was written.
 
     Raises:
         UsageError: `folder` is not empty, or can't be written.
@@ -139,7 +144,7 @@ def write_export(export: Export, folder: Path) -> None:
             forms = {tensor: export.tensors[tensor] for tensor in names}
             with (partial / name).open("wb") as file:
                 # The metadata are those that transformers' save_pretrained writes.
-                write_tensors(file, forms, _contents(export.source, manifest, forms), {"format": "pt"})
+                write_tensors(file, forms, _contents(export.source, manifest, forms, wrote), {"format": "pt"})
                 os.fsync(file.fileno())
         for name, text in export.texts.items():
             (partial / name).write_text(text)
@@ -158,7 +163,7 @@ def write_export(export: Export, folder: Path) -> None:
 
 
 def _contents(
-    source: Path, manifest: Mapping[str, Any], forms: Mapping[str, TensorFormat]
+    source: Path, manifest: Mapping[str, Any], forms: Mapping[str, TensorFormat], wrote: Callable[[int], None]
 ) -> Iterator[tuple[str, Any]]:
     """Yield the tensors of one file as arrays of bits, each put together from its parts."""
     opened: dict[str, TensorFile] = {}
@@ -176,6 +181,7 @@ def _contents(
             held = np.frombuffer(file.content, bits, numel, offset).reshape(shard_spec.local_shape)
             move(full, ShardSpec(form.shape), held, shard_spec)
         yield name, full.data if full.size else b""
+        wrote(form.nbytes)
 
 
 def _shards(tensors: Mapping[str, TensorFormat], shard_bytes: int) -> list[list[str]]:

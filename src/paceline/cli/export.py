@@ -29,6 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     from paceline.checkpoint.copies import is_url
     from paceline.checkpoint.export import FORMS, check_may_export, plan_export, write_export
     from paceline.nouns.errors import UsageError, did_you_mean
+    from paceline.run.supervise.progress import WorkProgress
 
     if arguments.to not in FORMS:
         fix = did_you_mean(arguments.to, FORMS, f"write --to {FORMS[0]}")
@@ -38,7 +39,10 @@ def run(arguments: argparse.Namespace) -> int:
     with _on_disk(arguments.checkpoint) as checkpoint:
         export = plan_export(checkpoint, arguments.to, _print_notice)
         if not arguments.dry_run:
-            write_export(export, folder)
+            with WorkProgress("MiB") as progress:
+                progress.total = export.nbytes / 2**20
+                progress.begins(f"writing {folder}")
+                write_export(export, folder, lambda nbytes: progress.adds(nbytes / 2**20))
     source = arguments.checkpoint if is_url(arguments.checkpoint) else str(export.source)
     if arguments.json:
         facts = {**export.to_json(), "checkpoint": source}

@@ -35,6 +35,7 @@ from paceline.nouns.table import aligned
 from paceline.nouns.workload import too_small_batch
 from paceline.plan.step_traffic import step_traffic
 from paceline.plan.traffic_line import traffic_line
+from paceline.run.supervise.progress import WorkProgress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
     command_line = [str(file.path), *arguments.arguments]
     if file.is_loop:
         return plan_loop(arguments, plan, command_line, device)
-    description = facts_of(plan, describe_workload(plan, command_line))
+    with WorkProgress("files") as progress:
+        progress.begins(f"loading {file.path.name}")
+        description = facts_of(plan, describe_workload(plan, command_line, progress.shows))
     schedule = None
     if mesh.size("pipeline") > 1:  # made here as the ranks will make it
         schedule = make_schedule(plan.schedule, mesh.size("pipeline"), description["micro_batches"])

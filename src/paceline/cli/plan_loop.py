@@ -22,9 +22,11 @@ from paceline.cli.plan_memory import (
     notices_of,
 )
 from paceline.launch.profile_loop import profile_loop
+from paceline.launch.profile_workload import Watcher
 from paceline.nouns.device import Device
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.loop_profile import LoopProfile
+from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.table import aligned
 from paceline.plan.loop_plans import PlanRow, changes_of_loop, plans_of_loop, plans_table
@@ -32,6 +34,7 @@ from paceline.plan.memory import Memory, memory_of
 from paceline.plan.memory_table import communicators, size
 from paceline.plan.oom_advice import MOMENTS, Suggestion, cheapest
 from paceline.plan.traffic_line import traffic_line
+from paceline.run.supervise.progress import WorkProgress
 
 
 def plan_loop(arguments: argparse.Namespace, plan: Plan, command_line: Sequence[str], device: Device) -> int:
@@ -40,20 +43,24 @@ def plan_loop(arguments: argparse.Namespace, plan: Plan, command_line: Sequence[
     Raises:
         WorkloadError: its file failed, or took no step.
     """
-    found = profile_loop(plan, command_line, device.kind, _say)
-    description = _facts(plan, found)
-    lines: list[str] = []
-    notices = [notice for each in found for notice in notices_of(each.profile, device)]
-    if arguments.explain_memory or arguments.explain_oom:
-        profiles = [each.profile for each in found]
-        description["memory"], lines, _ = explain_profiles(plan, profiles, device)
-        tried = _Tried(command_line, device, {plan: found})
-        if arguments.explain_oom:
-            add_suggestions(_ways_out(plan, tried, description["memory"]), description["memory"], lines, device)
-        if plan.world_size > 1:
-            description["plans"], table = _other_plans(plan, tried)
-            lines += ["", *table]
-        notices += tried.refusals
+    is_explained = arguments.explain_memory or arguments.explain_oom
+    with WorkProgress("ranks recorded") as progress:
+        progress.is_most = True
+        progress.total = _most_recordings(plan, is_explained, arguments.explain_oom)
+        found = profile_loop(plan, command_line, device.kind, progress)
+        description = _facts(plan, found)
+        lines: list[str] = []
+        notices = [notice for each in found for notice in notices_of(each.profile, device)]
+        if is_explained:
+            profiles = [each.profile for each in found]
+            description["memory"], lines, _ = explain_profiles(plan, profiles, device)
+            tried = _Tried(command_line, device, {plan: found}, progress)
+            if arguments.explain_oom:
+                add_suggestions(_ways_out(plan, tried, description["memory"]), description["memory"], lines, device)
+            if plan.world_size > 1:
+                description["plans"], table = _other_plans(plan, tried)
+                lines += ["", *table]
+            notices += tried.refusals
     for notice in dict.fromkeys(notices):  # several ranks have the same
         print(f"note: {notice}", file=sys.stderr)
     if arguments.json:
@@ -65,6 +72,16 @@ def plan_loop(arguments: argparse.Namespace, plan: Plan, command_line: Sequence[
     return 0
 
 
+def _most_recordings(plan: Plan, is_explained: bool, with_ways_out: bool) -> int:
+    """Return how many ranks are recorded at most."""
+    plans = {plan}
+    if is_explained and plan.world_size > 1:
+        plans.update(plans_of_loop(plan, plan.world_size))
+    if with_ways_out:
+        plans.update(change.plan for change in changes_of_loop(plan))
+    return sum(1 + (Mesh.parse(each.mesh).size("shard") > 1) for each in plans)
+
+
 class _Tried:
     """The plans under which the loop was tried.
 
@@ -72,22 +89,26 @@ class _Tried:
         command_line: of the loop.
         device: where it is to run.
         found: profiles by plan.
+        watcher: shows progress.
 
     Attributes:
         refusals: why some can't be tried.
     """
 
-    def __init__(self, command_line: Sequence[str], device: Device, found: dict[Plan, list[LoopProfile]]) -> None:
+    def __init__(
+        self, command_line: Sequence[str], device: Device, found: dict[Plan, list[LoopProfile]], watcher: Watcher
+    ) -> None:
         self.command_line = command_line
         self.device = device
         self.found = found
+        self.watcher = watcher
         self.refusals: list[str] = []
 
     def profiles(self, plan: Plan) -> list[LoopProfile]:
         """Return the profiles under a plan; none where the loop can't run so."""
         if plan not in self.found:
             try:
-                self.found[plan] = profile_loop(plan, self.command_line, self.device.kind, _say)
+                self.found[plan] = profile_loop(plan, self.command_line, self.device.kind, self.watcher)
             except WorkloadError as error:
                 self.found[plan] = []
                 self.refusals.append(f"{plan.line()} was not tried: {error.found}")
@@ -98,11 +119,6 @@ class _Tried:
         capacity = self.device.capacity(communicators(plan))
         expandable_segments = self.device.expandable_segments
         return [memory_of(each.profile, capacity, expandable_segments) for each in self.profiles(plan)]
-
-
-def _say(text: str) -> None:
-    if sys.stderr.isatty():
-        print(text, file=sys.stderr, flush=True)
 
 
 def _facts(plan: Plan, found: Sequence[LoopProfile]) -> dict[str, Any]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from paceline.launch.profile_workload import ProfileRequest, profile_workload, ranks_to_profile
+from paceline.launch.profile_workload import ProfileRequest, Simulators, ranks_to_profile
+from paceline.nouns import module_names
 from paceline.nouns.device import Device
 from paceline.nouns.errors import UsageError, WorkloadError
 from paceline.nouns.plan import Plan
@@ -26,6 +26,9 @@ from paceline.plan.oom_advice import (
     ways,
     with_expandable_segments,
 )
+from paceline.run.supervise.progress import WorkProgress
+
+SIMULATED = "steps simulated"
 
 
 def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,14 +97,23 @@ def explain(
         WorkloadError, PlanError: no step of it can be tried out.
     """
     fields = asdict(plan)
-    requests = [ProfileRequest(fields, rank, device.kind) for rank in ranks_to_profile(plan)]
-    profiles = without_errors(profile_workload(requests, command_line, progress(len(requests), "simulating")))
-    report, lines, notices = explain_profiles(plan, profiles, device)
-    if with_ways_out:
-        is_too_large = any(rank["is_too_large"] for rank in report["ranks"])
-        suggestions = _ways_out(plan, command_line, device, profiles) if is_too_large else []
-        add_suggestions(suggestions, report, lines, device)
+    requests = []
+    for rank in ranks_to_profile(plan):
+        requests.append(ProfileRequest(fields, rank, device.kind, name=f"rank {rank} under {plan.line()}"))
+    with simulators_of(command_line) as simulators, WorkProgress(SIMULATED) as progress:
+        progress.total = len(requests)
+        profiles = without_errors(simulators.ask(requests, progress, more=with_ways_out))
+        report, lines, notices = explain_profiles(plan, profiles, device)
+        if with_ways_out:
+            is_too_large = any(rank["is_too_large"] for rank in report["ranks"])
+            suggestions = _ways_out(plan, simulators, progress, device, profiles) if is_too_large else []
+            add_suggestions(suggestions, report, lines, device)
     return report, lines, notices
+
+
+def simulators_of(command_line: Sequence[str]) -> Simulators[Profile]:
+    """Return the child processes that simulate steps of a file's workload."""
+    return Simulators(module_names.PROFILE_WORKLOAD, command_line, Profile.read)
 
 
 def explain_profiles(
@@ -157,15 +169,25 @@ def notices_of(profile: Profile, device: Device) -> list[str]:
     return notices
 
 
-def _ways_out(plan: Plan, command_line: Sequence[str], device: Device, profiles: Sequence[Profile]) -> list[Suggestion]:
+def _ways_out(
+    plan: Plan, simulators: Simulators[Profile], progress: WorkProgress, device: Device, profiles: Sequence[Profile]
+) -> list[Suggestion]:
     """Try of each kind the mildest way first, and the next one where that was not enough. Return the cheapest."""
     waiting: dict[str, list[Change]] = {}
     for way in ways(plan, profiles[0].micro_batch, profiles[0].precision, device.has_bf16):
         waiting.setdefault(way.kind, []).append(way)
     fitting = by_allocator(plan, profiles, device)
+    progress.is_most = True
     while waiting and (len(fitting) < WANTED or FREE in waiting):
+        left = [way for ways_of_kind in waiting.values() for way in ways_of_kind]
+        progress.total = progress.num_done + sum(len(ranks_to_profile(way.plan)) for way in left)
         mildest = [ways_of_kind.pop(0) for ways_of_kind in waiting.values()]
-        fitting += _tried(mildest, command_line, device)
+        own = [way for way in mildest if way.plan.world_size == plan.world_size]
+        fitting += _tried(own, simulators, progress, device)
+        # More devices cost more than all else: where enough changes fit without, no other is among the cheapest.
+        if sum(way.plan.world_size == plan.world_size for way, _, _ in fitting) < WANTED:
+            others = [way for way in mildest if way.plan.world_size != plan.world_size]
+            fitting += _tried(others, simulators, progress, device)
         done = {way.kind for way, _, _ in fitting}
         for kind in list(waiting):
             if kind in done or not waiting[kind]:
@@ -174,22 +196,23 @@ def _ways_out(plan: Plan, command_line: Sequence[str], device: Device, profiles:
 
 
 def _tried(
-    candidates: Sequence[Change], command_line: Sequence[str], device: Device
+    candidates: Sequence[Change], simulators: Simulators[Profile], progress: WorkProgress, device: Device
 ) -> list[tuple[Change, int, float]]:
     """Return those that fit, with the bytes that they need and the operations of all their ranks."""
     requests = []
     for way in candidates:
         plan = asdict(way.plan)
+        capacity = device.capacity(communicators(way.plan))
         for rank in ranks_to_profile(way.plan):
-            requests.append(ProfileRequest(plan, rank, device.kind, way.micro_batch_size, way.precision, is_brief=True))
-    # One child process for all: it imports torch and the person's file once.
-    answers = iter(profile_workload(requests, command_line, progress(len(requests), "trying other plans")))
+            changes = (way.micro_batch_size, way.precision)
+            requests.append(ProfileRequest(plan, rank, device.kind, *changes, True, capacity, way.text))
+    answers = iter(simulators.ask(requests, progress))
     fitting: list[tuple[Change, int, float]] = []
     for way in candidates:
         rank_answers = [next(answers) for _ in ranks_to_profile(way.plan)]
         profiles = [answer for answer in rank_answers if isinstance(answer, Profile)]
         if len(profiles) < len(rank_answers) or any(_changes_nothing(profile) for profile in profiles):
-            continue  # this workload can't be changed so: too few samples, no blocks to recompute
+            continue  # it does not fit, or this workload can't be changed so: too few samples, no blocks to recompute
         needed = needed_if_it_fits(way.plan, profiles, device)
         if needed is None:
             continue
@@ -254,14 +277,3 @@ def without_errors(answers: Sequence[Profile | WorkloadError]) -> list[Profile]:
             raise answer
         profiles.append(answer)
     return profiles
-
-
-def progress(total: int, what: str) -> Callable[[int], None]:
-    """Return a function that shows on a terminal how many of `total` steps are done."""
-
-    def done(number: int) -> None:
-        if sys.stderr.isatty():
-            end = "\n" if number + 1 == total else ""
-            print(f"\r{what}: {number + 1} of {total} steps", end=end, file=sys.stderr, flush=True)
-
-    return done

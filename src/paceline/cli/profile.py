@@ -26,12 +26,19 @@ from paceline.cli.plan_flags import (
     plan_request,
     print_notice,
 )
-from paceline.cli.plan_memory import add_allocator_argument, notices_of, read_device
+from paceline.cli.plan_memory import (
+    SIMULATED,
+    add_allocator_argument,
+    notices_of,
+    read_device,
+    simulators_of,
+    without_errors,
+)
 from paceline.launch.describe_workload import describe_workload
 from paceline.launch.plan_choice import choose_plan
-from paceline.launch.profile_workload import ProfileRequest, profile_workload
+from paceline.launch.profile_workload import ProfileRequest
 from paceline.launch.workload_file import read_workload_file
-from paceline.nouns.errors import UsageError, WorkloadError
+from paceline.nouns.errors import UsageError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.profile import Profile
@@ -40,6 +47,7 @@ from paceline.plan.memory import memory_of
 from paceline.plan.memory_table import communicators, holders, picture, table
 from paceline.run.prediction import predict, write_prediction
 from paceline.run.summary import Run, find_folder, read_run
+from paceline.run.supervise.progress import WorkProgress
 from paceline.train.memory_file import read_memory
 
 MODULES = 12
@@ -81,12 +89,12 @@ def run(arguments: argparse.Namespace) -> int:
         )
     file = read_workload_file(arguments.workload, plan.data_size, module=arguments.module)
     os.environ.update(module_variable(arguments))  # for the child
-    request = ProfileRequest(asdict(plan), arguments.rank, device.kind)
+    name = f"rank {arguments.rank} under {plan.line()}"
+    request = ProfileRequest(asdict(plan), arguments.rank, device.kind, name=name)
     own_arguments = arguments.arguments if of_run is None else of_run.script[1:]
     # In a child process: this one starts without torch.
-    (profile,) = profile_workload([request], [str(file.path), *own_arguments])
-    if isinstance(profile, WorkloadError):
-        raise profile
+    with simulators_of([str(file.path), *own_arguments]) as simulators, WorkProgress(SIMULATED) as progress:
+        (profile,) = without_errors(simulators.ask([request], progress))
     if arguments.output is not None:
         _write(profile, arguments.output)
     if of_run is not None:

@@ -27,6 +27,7 @@ from paceline.comm import api
 from paceline.comm.fake_process_group import fake_world
 from paceline.launch.orphans import die_with_parent
 from paceline.launch.process_exit import exit_process
+from paceline.launch.profile_workload import handed_requests
 from paceline.nouns.errors import PacelineError, WorkloadError
 from paceline.nouns.loop_plan import check_plan_of_loop
 from paceline.nouns.loop_profile import LoopProfile
@@ -34,7 +35,6 @@ from paceline.nouns.parts import check_sinks
 from paceline.nouns.patching import patched
 from paceline.nouns.plan import Plan
 from paceline.nouns.profile import Profile
-from paceline.nouns.reading import read_json
 from paceline.nouns.sink import MakeSink
 from paceline.nouns.user_program import UserProgram
 from paceline.parallel.low_precision_states import not_compiled
@@ -57,15 +57,15 @@ _NOWHERE = ("127.0.0.1", 1)  # where the ranks would meet
 
 
 def main() -> int:
-    """Answer the one request of a file.
+    """Answer one request.
 
-    Arguments: the file with the requests, the folder for profiles, and then the user's file and arguments.
+    Arguments: the folder for the profile, and then the user's file and arguments.
     """
     die_with_parent()
-    (request,) = read_json(Path(sys.argv[1]))
-    path = Path(sys.argv[2], "profile-0.json")
-    program = UserProgram.of_this_process(sys.argv[3])
-    program.enter(sys.argv[4:])
+    request = next(handed_requests())
+    path = Path(sys.argv[1], "profile-0.json")
+    program = UserProgram.of_this_process(sys.argv[2])
+    program.enter(sys.argv[3:])
     answers = sys.stdout
     sys.stdout = sys.stderr  # what the user's file prints is no answer
     try:

@@ -2,8 +2,8 @@
 
 Started as `python -m paceline.profile.profile_workload ...`.
 
-It runs in a child process: the user's file is loaded, its loop is not. Standard output has a JSON object a line:
-which request is done, or why it can't be.
+It runs in a child process: the user's file is loaded, its loop is not. Standard input has a request a line, standard
+output a JSON object for each: it is done, or why it can't be.
 """
 
 from __future__ import annotations
@@ -18,36 +18,40 @@ from typing import Any
 
 import torch
 
+from paceline.launch.orphans import die_with_parent
 from paceline.launch.process_exit import exit_process
+from paceline.launch.profile_workload import handed_requests
 from paceline.nouns.errors import PacelineError, WorkloadError
 from paceline.nouns.own_errors import own_error, own_line
 from paceline.nouns.plan import Plan
-from paceline.nouns.reading import read_json
 from paceline.nouns.user_program import UserProgram
 from paceline.nouns.workload import Workload
 from paceline.train.find_workload import find_workload
 
 
 def main() -> int:
-    """Answer the requests in a file.
+    """Answer the requests.
 
-    Arguments: the file with the requests, the folder for profiles, and then the user's file and arguments.
+    Arguments: the folder for profiles, and then the user's file and arguments.
     """
-    requests = read_json(Path(sys.argv[1]))
-    folder = Path(sys.argv[2])
-    program = UserProgram.of_this_process(sys.argv[3])
-    program.enter(sys.argv[4:])
+    die_with_parent()
+    requests = handed_requests()
+    folder = Path(sys.argv[1])
+    program = UserProgram.of_this_process(sys.argv[2])
+    program.enter(sys.argv[3:])
     answers = sys.stdout
     sys.stdout = sys.stderr  # what the user's file prints is no answer
+    refused: PacelineError | None = None
     try:
         workload = find_workload(program)
     except PacelineError as error:
-        print(json.dumps(_failed(0, error)), file=answers, flush=True)
-        return 0
-    for number, request in enumerate(requests):
+        refused = error
+    for request in requests:
+        number = request["number"]
         ranks = Plan.of(request["plan"], "the request").world_size
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))  # as `paceline run` shares them out
-        print(json.dumps(_answer(number, workload, request, folder)), file=answers, flush=True)
+        answer = _failed(number, refused) if refused else _answer(number, workload, request, folder)
+        print(json.dumps(answer), file=answers, flush=True)
     return 0
 
 
@@ -59,7 +63,7 @@ def _answer(number: int, workload: Workload, request: dict[str, Any], folder: Pa
         changes = {name: request[name] for name in ("micro_batch_size", "precision") if request.get(name)}
         workload = dataclasses.replace(workload, **changes)
         plan = Plan.of(request["plan"], "the request")
-        profile = simulate(workload, plan, request["rank"], request["device"], request["is_brief"])
+        profile = simulate(workload, plan, request["rank"], request["device"], request["is_brief"], request["capacity"])
     except PacelineError as error:
         return _failed(number, error)
     except Exception as error:  # of the user's code, mostly; the next request may do without it

@@ -1,10 +1,14 @@
-"""Read a job's events, and show its progress line: step, loss, samples per second, time left, memory."""
+"""Show progress: of a job, by its events (step, loss, speed, time left, memory), and of a command's own work."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import sys
+import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -13,6 +17,7 @@ from paceline.nouns.reading import lines_after
 from paceline.nouns.record import elapsed_s
 
 _WINDOW = 50  # steps over which the speed is taken
+_SILENT_S = 3.0  # of a command's work, in which nothing is printed where a line can't be redrawn
 _LONGEST_S = 1e12  # seconds; a damaged event may have times from which follows anything
 
 
@@ -190,6 +195,11 @@ class Screen:
         self.shown = ""
         self.printed_at_s = float("-inf")
 
+    def clear(self) -> None:
+        """Take the progress line away."""
+        self._clear()
+        self.shown = ""
+
     def _clear(self) -> None:
         if self.is_live and self.shown:
             self._print("\r\x1b[K", self.status)
@@ -215,6 +225,71 @@ class Screen:
             os.close(nowhere)
         name = "standard output" if stream is self.out else "standard error"
         self.say(f"paceline: {name} can't be written ({found}); the job goes on without it")
+
+
+class WorkProgress:
+    """Shows on standard error what a command works at, how much of it is done, how fast, and how long the rest takes.
+
+    Args:
+        unit: what the work is counted in, such as "plans".
+        now_s: a clock.
+
+    Attributes:
+        total: units of all the work; 0 while that is not known.
+        is_most: some of it may turn out to be needless.
+    """
+
+    def __init__(self, unit: str, now_s: Callable[[], float] = time.monotonic) -> None:
+        self.screen = Screen(sys.stdout, sys.stderr)
+        self.unit = unit
+        self.now_s = now_s
+        self.began_s = now_s()
+        self.total = 0.0
+        self.is_most = False
+        self.num_done = 0.0
+        self.parts: dict[int, str] = {}  # that are worked at, by number
+
+    def __enter__(self) -> WorkProgress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.screen.clear()
+
+    def begins(self, part: str, number: int = 0) -> None:
+        """Say what is worked at from now on, in place of the part with the same number."""
+        self.parts[number] = part
+        self.shows()
+
+    def ends(self, number: int = 0) -> None:
+        """Count a part as done, as one unit."""
+        self.parts.pop(number, None)
+        self.adds(1)
+
+    def adds(self, units: float) -> None:
+        """Count units as done."""
+        self.num_done += units
+        self.shows()
+
+    def shows(self) -> None:
+        """Bring the line up to date."""
+        now_s = self.now_s()
+        if self.parts and (self.screen.is_live or now_s - self.began_s >= _SILENT_S):
+            self.screen.show_progress(self.line(), now_s)
+
+    def line(self) -> str:
+        """Return the line."""
+        worked_s = max(self.now_s() - self.began_s, 1e-9)
+        what = ", ".join(self.parts.values())
+        if not self.num_done:
+            text = f"{what}: {duration(worked_s)} so far"
+        else:
+            of = "of up to" if self.is_most else "of"
+            most = "at most " if self.is_most else ""
+            left_s = worked_s / self.num_done * max(0, self.total - self.num_done)
+            rate = f"{60 * self.num_done / worked_s:,.1f} a minute"
+            done = f"{self.num_done:,.0f} {of} {self.total:,.0f} {self.unit}"
+            text = f"{done}, {rate}, {most}{duration(left_s)} left: {what}"
+        return text[: shutil.get_terminal_size().columns - 1] if self.screen.is_live else text
 
 
 def encodable(text: str, encoding: str | None) -> str:
