@@ -587,8 +587,8 @@ def _checked(collective: str, tensor: Any, grad: Any) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg()  # a view that conjugates has no numbers of its own
 
 
-def _checked_rows(collective: str, tensor: Any, grad: Any) -> torch.Tensor:
-    tensor = _checked(collective, tensor, grad)
+def _checked_rows(collective: str, value: Any, grad: Any) -> torch.Tensor:
+    tensor = _checked(collective, value, grad)
     if tensor.dim() == 0:
         raise UsageError(
             f"{collective} needs a tensor with rows", "the tensor is a scalar", "hand in tensor.reshape(1)"

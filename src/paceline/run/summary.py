@@ -198,6 +198,7 @@ def read_details(folder: Path) -> Details:
         elif kind == "logged":
             logged |= {name.removeprefix("logged_"): (step, value) for name, value in _scores(event).items()}
     seconds = [of_step for of_step, _ in last[1:] or last]
+    total_s = sum(seconds)
     samples = sum(of_step for _, of_step in last[1:] or last)
     names = [each.name for each in list_checkpoints(folder / CHECKPOINTS)]
     return Details(
@@ -206,7 +207,7 @@ def read_details(folder: Path) -> Details:
         evaluations=tuple(sorted(evaluations.items())),
         logged=logged,
         seconds_per_step=statistics.median(seconds) if seconds else None,
-        samples_per_s=samples / sum(seconds) if samples and sum(seconds) else None,
+        samples_per_s=samples / total_s if samples and total_s else None,
         memory_bytes=memory,
         checkpoints=tuple(sorted(step for step in map(step_of, names) if step is not None)),
         checkpoint_bytes=size_of(folder / CHECKPOINTS),

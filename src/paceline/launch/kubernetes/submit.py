@@ -193,11 +193,11 @@ def read_manifests(path: Path) -> list[Manifest]:
 
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
-                event = self.peek_event()
+                event = self.peek_event()  # type: ignore[no-untyped-call]
                 refused = f"the alias *{event.anchor[:_LONGEST_ANCHOR]}: write out what it stands for"
                 raise yaml.composer.ComposerError(None, None, refused, event.start_mark)
             node = super().compose_node(parent, index)
-            if node.tag == "tag:yaml.org,2002:int" and len(node.value) > MOST_DIGITS:
+            if node is not None and node.tag == "tag:yaml.org,2002:int" and len(node.value) > MOST_DIGITS:
                 refused = f"a number of more than {MOST_DIGITS} digits"
                 raise yaml.composer.ComposerError(None, None, refused, node.start_mark)
             return node
