@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from paceline.sinks.opentelemetry import OpenTelemetry
 from paceline.sinks.prometheus import Prometheus
 from paceline.sinks.tensorboard import TensorBoard
 from paceline.sinks.wandb import WandB
+from paceline.train import sinks
 
 EVENTS = [
     {"event": "start", "total_steps": 3, "samples": 9, "batch_size": 3, "world_size": 2, "at": 1.5},
@@ -260,6 +262,74 @@ def test_opentelemetry_sends_to_the_endpoint_of_the_environment(run, monkeypatch
     assert got
     assert got[-1][0] == "/v1/metrics"
     assert b"paceline.train.loss" in got[-1][1]
+
+
+# What asks whom, and which of the job's events can't arrive there.
+AWAY = {
+    "mlflow": (MLflow, "MLFLOW_TRACKING_URI", len(EVENTS)),
+    "opentelemetry": (OpenTelemetry, "OTEL_EXPORTER_OTLP_ENDPOINT", 4),
+}
+
+
+@pytest.mark.parametrize("case", AWAY)
+def test_a_server_that_does_not_answer_holds_up_nothing(case, run, monkeypatch, capsys):
+    sink, variable, lost = AWAY[case]
+    package = {"mlflow": "mlflow", "opentelemetry": "opentelemetry.exporter.otlp.proto.http"}[case]
+    pytest.importorskip(package)
+    monkeypatch.setattr(sinks, "CLOSE_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # its kernel takes connections, and nobody answers
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setenv(variable, address.replace("//", "//me:secret@"))
+        sink(run)  # what its package registers when it is imported asks no server
+        exits = atexit._ncallbacks()
+        (thread,) = sinks.open_sinks([sink], run)
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()  # to make it asks no server
+        for event in EVENTS:
+            thread.put(event)
+        sinks.close_sinks([thread])
+        assert thread.thread.is_alive()
+        assert atexit._ncallbacks() == exits, "the exit of the process asks no server either"
+        server.settimeout(30)
+        server.accept()[0].close()  # only its thread does
+    said = capsys.readouterr().err
+    assert f"the sink {sink.__name__} ({address}) did not end within 0.2 s" in said
+    assert f"{lost} of {len(EVENTS)} events did not arrive" in said
+    assert "secret" not in said
+
+
+def test_to_make_wandb_asks_no_server(run, monkeypatch, tmp_path):
+    wandb = pytest.importorskip("wandb")
+    wandb.teardown()  # it keeps the settings of an earlier test
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            address = f"http://127.0.0.1:{server.getsockname()[1]}"
+            monkeypatch.setenv("WANDB_BASE_URL", address)
+            assert WandB(run).address == address
+            server.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                server.accept()
+    finally:
+        wandb.teardown()
+
+
+def test_mlflow_goes_on_when_its_server_is_back(run, monkeypatch):
+    pytest.importorskip("mlflow")
+    from mlflow.tracking import MlflowClient
+
+    sink = MLflow(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, "create_run", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            sink.write(EVENTS[0])
+    write(sink, EVENTS[1:])
+    kept = MlflowClient((run / "mlruns").as_uri()).get_run((run / "mlflow-run").read_text().strip())
+    assert kept.data.metrics["train/loss"] == 1.0
+    assert kept.data.tags["total_steps"] == "3", "what the lost event said is there all the same"
 
 
 # Prometheus

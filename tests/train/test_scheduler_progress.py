@@ -13,7 +13,7 @@ import pytest
 from paceline.nouns.errors import UsageError
 from paceline.train import scheduler_progress
 from paceline.train.scheduler_progress import Progress, SlurmComment, TrainJobStatus, scheduler_sinks
-from paceline.train.sinks import open_sinks
+from paceline.train.sinks import close_sinks, open_sinks
 
 from support.jobs import paceline, write_workload
 
@@ -177,7 +177,9 @@ def test_what_would_leak_the_token_is_refused(case):
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_controller_without_what_it_needs_ends_no_job(case, capfd):
     environment, found = REFUSED[case]
-    assert open_sinks(scheduler_sinks(environment), None) == []
+    sinks = open_sinks(scheduler_sinks(environment), None)
+    assert [each.sink for each in sinks] == [None]
+    close_sinks(sinks)
     assert found in capfd.readouterr().err
 
 

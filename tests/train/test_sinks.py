@@ -16,7 +16,7 @@ import pytest
 from paceline.nouns.errors import UsageError, WorkloadError
 from paceline.train import sinks as module
 from paceline.train.events import Events, open_events
-from paceline.train.sinks import open_sinks
+from paceline.train.sinks import close_sinks, open_sinks
 
 from support.jobs import LOOP, STEPS, events, marked, paceline, send, start, wait_for
 from support.sinks import received, sink_file
@@ -88,8 +88,8 @@ def test_a_sink_of_a_file_run_alone_gets_events_without_a_file():
     assert [event["event"] for event in sink.got] == ["start"]
 
 
-@pytest.mark.parametrize("error", [ValueError("bad\nnumber"), SystemExit(3), KeyboardInterrupt()])
-def test_a_sink_that_fails_is_left_out_with_one_notice(error, capsys):
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_a_sink_that_would_end_its_process_is_left_out(error, capsys):
     bad, good = Keeps(error=error), Keeps()
     events = Events(None, sinks=open_sinks([lambda _: bad, lambda _: good], None))
     for event in numbered(5):
@@ -98,8 +98,40 @@ def test_a_sink_that_fails_is_left_out_with_one_notice(error, capsys):
     assert [event["step"] for event in bad.got] == [1]
     assert bad.closed == 1, "it may still write what it has"
     assert [event["step"] for event in good.got] == [1, 2, 3, 4, 5]
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"paceline: the sink Keeps gets no more events: write('step') raised {type(error).__name__}")
+    why, counted = capsys.readouterr().err.splitlines()
+    assert why.startswith(f"paceline: the sink Keeps gets no more events: write('step') raised {type(error).__name__}")
+    assert counted == "paceline: the sink Keeps has ended; 5 of 5 events did not arrive"
+
+
+class IsAway(Keeps):
+    """Its server is away for some events."""
+
+    address = "http://me:secret@127.0.0.1:9/api?token=secret"
+
+    def __init__(self, steps):
+        super().__init__()
+        self.steps = steps
+
+    def write(self, event):
+        if event["step"] in self.steps:
+            raise ConnectionError(f"can't reach {self.address}\nnow")
+        super().write(event)
+
+
+def test_a_sink_whose_server_comes_back_gets_the_later_events(capsys):
+    away, good = IsAway({2, 3}), Keeps()
+    events = Events(None, sinks=open_sinks([lambda _: away, lambda _: good], None))
+    for event in numbered(5):
+        events.write(event)
+    events.close()
+    assert [event["step"] for event in away.got] == [1, 4, 5]
+    assert [event["step"] for event in good.got] == [1, 2, 3, 4, 5]
+    assert away.closed == 1
+    why, counted = capsys.readouterr().err.splitlines()
+    who = "paceline: the sink IsAway (http://127.0.0.1:9/api)"
+    said = "write('step') raised ConnectionError: can't reach http://127.0.0.1:9/api now"
+    assert why == f"{who} has lost an event: {said}; training goes on, the next are tried"
+    assert counted == f"{who} has ended; 2 of 5 events did not arrive"
 
 
 def test_a_sink_that_cant_be_closed_is_told(capsys):
@@ -109,7 +141,106 @@ def test_a_sink_that_cant_be_closed_is_told(capsys):
 
     events = Events(None, sinks=open_sinks([lambda _: Unclosed()], None))
     events.close()
-    assert "the sink Unclosed gets no more events: close() raised OSError: disk full" in capsys.readouterr().err
+    assert "the sink Unclosed could not be closed: close() raised OSError: disk full" in capsys.readouterr().err
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    """Limits of a moment, and an event that a test sets where something hangs until then."""
+    monkeypatch.setattr(module, "OPEN_S", 0.05)
+    monkeypatch.setattr(module, "CLOSE_S", 0.2)
+    monkeypatch.setattr(module, "RETRY_S", 0.01)
+    go_on = threading.Event()
+    yield go_on
+    go_on.set()
+
+
+def test_a_sink_whose_making_hangs_gets_its_events_later(soon, capsys):
+    sink, good = Keeps(), Keeps()
+    events = Events(None, sinks=open_sinks([lambda _: soon.wait() and sink, lambda _: good], None))
+    for event in numbered(3):
+        events.write(event)
+    assert wait_for(lambda: len(good.got) == 3)
+    assert sink.got == []
+    soon.set()
+    assert wait_for(lambda: len(sink.got) == 3)
+    events.close()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the sink <lambda> (sinks[0]) has not been made within 0.05 s; up to 1000 events wait for it" in line
+
+
+def test_a_sink_that_is_never_made_is_given_up(soon, capsys):
+    good = Keeps()
+    events = Events(None, sinks=open_sinks([lambda _: soon.wait() and Keeps(), lambda _: good], None))
+    for event in numbered(3):
+        events.write(event)
+    events.close()
+    assert good.closed == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "(sinks[0]) did not end within 0.2 s, it waits in making it; 3 of 3 events did not arrive" in last
+
+
+def test_a_sink_is_made_as_soon_as_its_server_is_there(soon, capsys):
+    """It misses nothing that the queue holds."""
+    sink, tries = Keeps(), []
+
+    def make(_):
+        tries.append(1)
+        if len(tries) < 3:
+            raise ConnectionError("away")
+        return sink
+
+    events = Events(None, sinks=open_sinks([make], None))
+    for event in numbered(3):
+        events.write(event)
+    assert wait_for(lambda: len(sink.got) == 3)
+    events.close()
+    assert sink.closed == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the sink make (sinks[0]) could not be made: ConnectionError: away; training goes on without it" in line
+
+
+def test_a_package_that_takes_long_to_import_is_waited_for(soon, tmp_path, monkeypatch):
+    """Whether it is there must be known before the first step."""
+    (tmp_path / "slow_to_import.py").write_text("import time; time.sleep(0.3)\nraise ImportError('not there')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def make(_):
+        try:
+            import slow_to_import  # noqa: F401
+        except ImportError:
+            raise UsageError("a", "b", "c") from None
+
+    with pytest.raises(UsageError):
+        open_sinks([make], None)
+
+
+def test_settings_that_are_refused_late_leave_the_sink_out(soon, capsys):
+    def refuse(_):
+        soon.wait()
+        raise UsageError("can't write there", "there is no key", "c")
+
+    events = Events(None, sinks=open_sinks([refuse], None))
+    soon.set()
+    assert wait_for(lambda: events.sinks[0].is_left_out)
+    events.write({"event": "start"})
+    events.close()
+    _, why, counted = capsys.readouterr().err.splitlines()
+    assert why.endswith("(sinks[0]) is left out: can't write there: there is no key; training goes on")
+    assert counted == "paceline: the sink refuse (sinks[0]) has ended; 1 of 1 events did not arrive"
+
+
+def test_a_call_that_does_not_come_back_is_told_while_the_job_runs(soon, monkeypatch, capsys):
+    monkeypatch.setattr(module, "SLOW_S", 0.0)
+    stuck = Keeps(before=soon)
+    events = Events(None, sinks=open_sinks([lambda _: stuck], None))
+    events.write({"event": "start"})
+    assert wait_for(lambda: events.sinks[0].events.empty())
+    for event in numbered(3):
+        events.write(event)
+    assert "the sink Keeps has not come back from write('start') for 0 s" in capsys.readouterr().err
+    soon.set()
+    events.close()
 
 
 def test_a_sink_that_waits_holds_up_nothing(monkeypatch, capsys):
@@ -142,17 +273,20 @@ def test_a_sink_that_never_ends_is_given_up(monkeypatch, capsys):
     events.close()
     assert 0.2 <= time.monotonic() - began < 2
     assert good.closed == 1
-    assert "the sink Keeps did not end within 0.2 s" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "the sink Keeps did not end within 0.2 s, it waits in write('start'); 1 of 1 events did not arrive" in said
     stuck.before.set()
 
 
-def test_a_sink_that_cant_be_made_is_left_out(capsys):
+def test_a_sink_that_cant_be_made_holds_up_no_other(soon, capsys):
     good = Keeps()
 
     def divide(_):
         return 1 / 0
 
-    assert [each.sink for each in open_sinks([lambda _: good, divide], None)] == [good]
+    sinks = open_sinks([lambda _: good, divide], None)
+    assert [each.sink for each in sinks] == [good, None]
+    close_sinks(sinks)
     said = capsys.readouterr().err
     assert "the sink divide (sinks[1]) could not be made: ZeroDivisionError" in said, "it says which"
 
@@ -226,10 +360,12 @@ def test_a_failing_sink_ends_no_job(tmp_path):
     file = sink_file(tmp_path, "Fails, Record, lambda run_dir: 1 / 0")
     ended = run(tmp_path, "-n", "2", "--job", "a", file)
     assert len(events(tmp_path / "runs" / "a", "step")) == STEPS
-    assert (ended.out + ended.err).count("the sink Fails gets no more events") == 1
+    assert (ended.out + ended.err).count("the sink Fails has lost an event") == 1
     assert "write('step') raised ConnectionError: the server is away" in ended.out + ended.err
+    assert f"the sink Fails has ended; 1 of {len(written(tmp_path))} events did not arrive" in ended.out + ended.err
     assert "the sink <lambda> (sinks[2]) could not be made: ZeroDivisionError" in ended.out + ended.err
-    assert (tmp_path / "sink-fails").read_text().split() == ["start", "step", "step", "step", "closed"]
+    kinds = [event["event"] for event in written(tmp_path)]
+    assert (tmp_path / "sink-fails").read_text().split() == [*kinds, "closed"], "it may come back"
     assert received(tmp_path)[0][1:-1] == written(tmp_path)
 
 

@@ -6,12 +6,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+CLOSE_S = 2.0  # that all sinks together may take after the last event
+
 
 class Sink(Protocol):
     """Receives a job's events on rank 0, in a thread of its own: one call at a time, in the order of the file.
 
-    An error in it ends neither the job nor other sinks: it is reported once, and the sink gets no more events.
-    Needs no base class: any object with these methods is a sink.
+    It is made and closed in that thread, too. An error in it ends neither the job nor other sinks: it is reported once,
+    and the next event is tried; at the end one notice counts what did not arrive. Needs no base class: any object with
+    these methods is a sink. Notices name its `address` where it has one. Where `write` only collects, `unsent` may be
+    the number of events that have not been sent.
 
     Examples:
         >>> from dataclasses import replace
@@ -47,7 +51,7 @@ class Sink(Protocol):
         """
 
     def close(self) -> None:
-        """Write what is left. Called once, after the last event.
+        """Write what is left. Called once, after the last event; nothing waits longer than two seconds for it.
 
         Examples:
             >>> class Files:

@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.nouns.errors import ReadError, UsageError
 from paceline.nouns.reading import read_text
-from paceline.sinks.numbers import name_of, numbers_of, path_of, picture_of
+from paceline.sinks.numbers import address_of, name_of, numbers_of, path_of, picture_of
 
 RUN = "mlflow-run"  # a file of the run directory: the id of MLflow's run
 _NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")
@@ -57,9 +57,19 @@ class MLflow:
         self.make_metric = Metric
         self.has_ended = False
         folder = (run_dir or Path()).resolve() / "mlruns"
-        self.client = MlflowClient(tracking_uri=uri or os.environ.get("MLFLOW_TRACKING_URI") or folder.as_uri())
-        self.run_id = self._same_run() or self._new_run(experiment)
-        self.metrics = {*self.client.get_run(self.run_id).data.metrics}  # those of an earlier start too
+        uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or folder.as_uri()
+        self.address = address_of(uri)
+        self.client = MlflowClient(tracking_uri=uri)
+        self.experiment = experiment
+        self.run_id = ""  # the server is asked in `write`: it may be away
+        self.metrics: set[str] = set()
+        self.tags: dict[str, Any] = {}  # that are not sent yet
+
+    def _begin(self) -> None:
+        """Find or make MLflow's run."""
+        run_id = self._same_run() or self._new_run(self.experiment)
+        self.metrics = {*self.client.get_run(run_id).data.metrics}  # those of an earlier start too
+        self.run_id = run_id
 
     def _same_run(self) -> str | None:
         """Return the run in which the job has written before."""
@@ -81,6 +91,13 @@ class MLflow:
     def write(self, event: Mapping[str, Any]) -> None:
         """Write what an event has of numbers, text and pictures."""
         kind = event["event"]
+        if kind == "start":
+            self.tags = {name: event[name] for name in ("total_steps", "samples", "batch_size", "world_size")}
+        if not self.run_id:
+            self._begin()
+        for name in [*self.tags]:
+            self.client.set_tag(self.run_id, name, self.tags[name])
+            del self.tags[name]
         at_ms = round(1000 * event["at"])
         metrics = [
             self.make_metric(self._metric_of(name), value, at_ms, event["step"])
@@ -88,9 +105,6 @@ class MLflow:
         ]
         if metrics:
             self.client.log_batch(self.run_id, metrics=metrics)
-        elif kind == "start":
-            for name in ("total_steps", "samples", "batch_size", "world_size"):
-                self.client.set_tag(self.run_id, name, event[name])
         elif kind == "text":
             name = _NOT_IN_NAMES.sub("_", path_of(event["name"]))
             self.client.log_text(self.run_id, event["text"], f"text/{name}-{event['step']:08}.txt")
@@ -111,4 +125,5 @@ class MLflow:
 
     def close(self) -> None:
         """End the run: FINISHED after the job's end, else FAILED."""
-        self.client.set_terminated(self.run_id, "FINISHED" if self.has_ended else "FAILED")
+        if self.run_id:
+            self.client.set_terminated(self.run_id, "FINISHED" if self.has_ended else "FAILED")

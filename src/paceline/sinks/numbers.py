@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 PREFIX = "logged_"  # as train/log.py writes names that are other fields' or begin so
 # Fields of the event `step` that become curves.
@@ -43,3 +44,10 @@ def name_of(run_dir: Path | None) -> str:
 def picture_of(event: Mapping[str, Any], run_dir: Path | None) -> Path:
     """Return where the file of an event `picture` is."""
     return Path(event["path"]) if run_dir is None else run_dir / event["path"]
+
+
+def address_of(url: str) -> str:
+    """Return a URL for notices: without its user, password and query; a server's without its path."""
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2]
+    return f"{parts.scheme}://{host or parts.path}" if parts.scheme else parts.path

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from paceline.nouns.errors import UsageError
-from paceline.sinks.numbers import name_of, numbers_of
+from paceline.sinks.numbers import address_of, name_of, numbers_of
 
 
 class OpenTelemetry:
@@ -39,7 +39,12 @@ class OpenTelemetry:
     """
 
     def __init__(self, run_dir: Path | None, provider: Any = None) -> None:
-        self.provider = provider or _exporting_provider()
+        self.unsent = 0  # events since the collector last took the gauges
+        self.address = ""
+        if provider is None:
+            endpoints = [os.environ.get(f"OTEL_EXPORTER_OTLP_{each}ENDPOINT") for each in ("METRICS_", "")]
+            self.address = address_of(next(filter(None, endpoints), ""))
+        self.provider = provider or _exporting_provider(self._has_sent)
         self.is_own = provider is None
         self.meter = self.provider.get_meter("paceline")
         self.gauges: dict[str, Any] = {}
@@ -50,6 +55,7 @@ class OpenTelemetry:
         numbers = numbers_of(event)
         if numbers:
             numbers["step"] = event["step"]
+            self.unsent += self.is_own
         for name, value in numbers.items():
             gauge = self.gauges.get(name)
             if gauge is None:
@@ -64,13 +70,16 @@ class OpenTelemetry:
         if self.is_own:
             self.provider.shutdown()
 
+    def _has_sent(self) -> None:
+        self.unsent = 0
 
-def _exporting_provider() -> Any:
-    """Return a provider that sends to the environment's endpoint."""
+
+def _exporting_provider(has_sent: Callable[[], None]) -> Any:
+    """Return a provider that sends to the environment's endpoint, and calls `has_sent` each time it has."""
     try:
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
         from opentelemetry.sdk.metrics import MeterProvider
-        from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+        from opentelemetry.sdk.metrics.export import MetricExportResult, PeriodicExportingMetricReader
     except ImportError:
         raise UsageError(
             "can't send to OpenTelemetry",
@@ -83,4 +92,15 @@ def _exporting_provider() -> Any:
             "nobody says where its collector is",
             "set OTEL_EXPORTER_OTLP_ENDPOINT, such as http://collector:4318, or hand in a provider of your own",
         )
-    return MeterProvider(metric_readers=[PeriodicExportingMetricReader(OTLPMetricExporter())])
+
+    class Exporter(OTLPMetricExporter):
+        """Says when the collector has taken the gauges."""
+
+        def export(self, *arguments: Any, **options: Any) -> Any:
+            result = super().export(*arguments, **options)
+            if result is MetricExportResult.SUCCESS:
+                has_sent()
+            return result
+
+    # Its own hook at the exit of the process would wait for a collector that is away.
+    return MeterProvider(metric_readers=[PeriodicExportingMetricReader(Exporter())], shutdown_on_exit=False)

@@ -84,9 +84,11 @@ class Prometheus:
         self.server: WSGIServer | None = None
         if port is None:
             self.file = Path(file or (run_dir or Path()) / FILE)
+            self.address = str(self.file)
         else:
             token = None if token_file is None else _read_token(Path(token_file))
             self.server = _serve(prometheus_client.make_wsgi_app(self.registry), host, port, token)
+            self.address = f"{host}:{self.port}"
         self._gauge("ended").labels(job=self.job).set(0)
         self._write_file()
 

@@ -37,7 +37,7 @@ class TensorBoard:
 
     def __init__(self, run_dir: Path | None) -> None:
         try:
-            # Imported here and not at the first event: that comes in a thread, and a data loader may be forking.
+            # Imported here and not at the first event: by then a data loader may be forking.
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise UsageError(
@@ -49,6 +49,7 @@ class TensorBoard:
         self.folder = Path("tensorboard", time.strftime("%Y%m%d-%H%M%S"))
         if run_dir is not None:
             self.folder = run_dir / "tensorboard"
+        self.address = str(self.folder)
         self.make_writer = SummaryWriter
         self.writer: Any = SummaryWriter(str(self.folder), flush_secs=_FLUSH_S)
 

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.nouns.errors import UsageError
-from paceline.sinks.numbers import name_of, numbers_of, path_of, picture_of
+from paceline.nouns.sink import CLOSE_S
+from paceline.sinks.numbers import address_of, name_of, numbers_of, path_of, picture_of
 
 _STEP = "train/step"
+_FINISH_S = 0.75 * CLOSE_S  # so that there is time to say what is left
 
 
 class WandB:
@@ -51,7 +53,7 @@ class WandB:
                 "pip install 'paceline[wandb]', or leave WandB out of sinks",
             ) from None
         mode = settings.get("mode") or os.environ.get("WANDB_MODE", "online")
-        if mode not in ("offline", "disabled", "dryrun") and not wandb.login(prompt=False):
+        if mode not in ("offline", "disabled", "dryrun") and not _has_key(wandb):
             raise UsageError(
                 "can't send to Weights & Biases",
                 "there is no key for it",
@@ -65,21 +67,28 @@ class WandB:
             # Of the place, so that a job that resumes finds its run, and two jobs of one name are two.
             key = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16]
             same_run = {"id": key, "resume": "allow", "name": name_of(run_dir)}
-        # It would pass on what the rank prints, through a thread of its own.
-        same_run["settings"] = wandb.Settings(console="off")
+        # `console` would pass on what the rank prints, through a thread of its own. Without a limit a server that is
+        # away would hold `close`, and what W&B runs at the exit.
+        same_run["settings"] = wandb.Settings(console="off", finish_timeout=_FINISH_S, finish_timeout_raises=True)
         folder = str(run_dir or Path.cwd())
-        self.run = wandb.init(**{"project": project, "dir": folder, **same_run, **settings})
-        self.run.define_metric("*", step_metric=_STEP)
+        self.address = address_of(_settings(wandb).base_url)
+        self.options = {"project": project, "dir": folder, **same_run, **settings}
+        self.run: Any = None  # made in `write`: its server may be away
+        self.facts: dict[str, Any] = {}  # that the run's configuration does not have yet
 
     def write(self, event: Mapping[str, Any]) -> None:
         """Write what an event has of numbers, text and pictures."""
         kind = event["event"]
         values: dict[str, Any] = dict(numbers_of(event))
         if kind == "start":
-            facts = ("total_steps", "samples", "batch_size", "world_size")
-            config: Any = self.run.config
-            config.update({name: event[name] for name in facts}, allow_val_change=True)
-        elif kind == "text":
+            self.facts = {name: event[name] for name in ("total_steps", "samples", "batch_size", "world_size")}
+        if self.run is None:
+            self.run = self.wandb.init(**self.options)
+            self.run.define_metric("*", step_metric=_STEP)
+        if self.facts:
+            self.run.config.update(self.facts, allow_val_change=True)
+            self.facts = {}
+        if kind == "text":
             values = {_key(event["name"]): self.wandb.Table(columns=["text"], data=[[event["text"]]])}
         elif kind == "picture":
             values = {_key(event["name"]): self.wandb.Image(str(picture_of(event, self.run_dir)))}
@@ -88,7 +97,28 @@ class WandB:
 
     def close(self) -> None:
         """Send or write what is left."""
-        self.run.finish()
+        if self.run is None:
+            return
+        folder = Path(self.run.dir).parent
+        try:
+            self.run.finish()
+        except TimeoutError:
+            raise TimeoutError(f"not all was sent in time; `wandb sync {folder}` sends it later") from None
+
+
+def _settings(wandb: Any) -> Any:
+    """Return what the environment and the user's files say."""
+    return wandb.sdk.wandb_setup.singleton().settings
+
+
+def _has_key(wandb: Any) -> bool:
+    """Log in. Without `silent` the server would be asked for the user's name, to print it."""
+    settings = _settings(wandb)
+    before, settings.silent = settings.silent, True
+    try:
+        return bool(wandb.login(prompt=False, verify=False))
+    finally:
+        settings.silent = before
 
 
 def _key(name: str) -> str:

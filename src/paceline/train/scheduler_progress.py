@@ -147,6 +147,7 @@ class TrainJobStatus(_Scheduler):
         if parts.scheme != "https" and not (parts.scheme == "http" and parts.hostname in _LOOPBACK):
             found = "a token would go there without encryption"
             raise UsageError(f"{SERVER_URL}={self.url}", found, f"unset {SERVER_URL}, or give it https")
+        self.address = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
         authority = environment.get(_CA_CERT)
         self.context: ssl.SSLContext | None = None
         if parts.scheme == "https":
