@@ -8,9 +8,11 @@ import os
 import shutil
 import socket
 import threading
+from http.server import HTTPServer, SimpleHTTPRequestHandler
 
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from moto.server import ThreadedMotoServer
 
 import paceline as api
@@ -19,6 +21,7 @@ from paceline.checkpoint.copies import CopyFolder, check_url, fetch_run, find_co
 from paceline.checkpoint.manifest import MANIFEST, read_manifest
 from paceline.nouns.errors import CheckpointError, UsageError
 from paceline.nouns.plan import Plan
+from paceline.run.directory import RunChoice, check_copies
 from paceline.train.job import Job
 
 from support.jobs import STEPS, events, paceline, wait_for, write_workload
@@ -369,6 +372,10 @@ URLS = {
     "a password": ("s3://me:secret@host/runs", "a user or a password"),
     "a chain": ("simplecache::s3://runs", "it is 'simplecache"),
     "a query": ("https://host/runs?token=1", "SCHEME://PLACE"),
+    "memory": ("memory://runs", "this process's own memory"),
+    "memory in capitals": ("MEMORY:///runs", "this process's own memory"),
+    "a relative folder": ("file://runs", "file:///FOLDER"),
+    "a folder of the home": ("local://~/runs", "local:///FOLDER"),
 }
 
 
@@ -386,6 +393,26 @@ PLACES = {
     "a store that is away": ("s3://no-such-bucket/runs", "bucket", "see that the store"),
     "a library that is not there": ("gs://bucket/runs", "gcsfs is not installed", "pip install gcsfs"),
 }
+
+
+def test_what_can_only_be_read_is_refused_before_the_job(tmp_path, monkeypatch):
+    server = HTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler)  # it refuses POST
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/tests"
+    with pytest.raises(CheckpointError) as caught:
+        check_copies(RunChoice(runs=tmp_path / "runs"), url)
+    server.shutdown()
+    server.server_close()
+    assert caught.value.exit_code == 2
+    assert caught.value.asked == f"can't write {url}"
+    assert "501" in caught.value.found
+    monkeypatch.setattr(LocalFileSystem, "open", lambda *_, **__: _fail(NotImplementedError))
+    with pytest.raises(CheckpointError, match="fsspec has no such function for file://"):
+        check_copies(RunChoice(runs=tmp_path / "runs"), f"file://{tmp_path}/store")
+
+
+def _fail(error):
+    raise error
 
 
 @pytest.mark.parametrize("name", PLACES)

@@ -93,6 +93,11 @@ BEFORE_ANY_PROCESS = {
     "a step below zero": ((), ["--checkpoint-every", "-1", "tiny.py"], "write --checkpoint-every 1 or more"),
     "a time to save below zero": ((), ["--grace", "-1", "tiny.py"], "write --grace 30"),
     "limits without hosts": ((), ["--min-hosts", "2", "tiny.py"], "write --on ssh, and -H, --hostfile or --host-discovery-script"),
+    "copies to no URL": ((), ["--copy-to", "/backup", "tiny.py"], "a folder of this machine is file:///FOLDER"),
+    "copies to this process's memory": ((), ["--copy-to", "memory://backup", "tiny.py"], "this process's own memory, which ends with it"),
+    "copies to a relative folder": ((), ["--copy-to", "file://backup", "tiny.py"], "write file:///FOLDER, from the root"),
+    "copies among the runs": ((), ["--runs", "/tmp/runs", "--copy-to", "file:///tmp/runs/backup/", "tiny.py"], "a folder outside of the runs in /tmp/runs"),
+    "copies over the runs": ((), ["--runs", "/tmp/runs", "--copy-to", "local:///tmp/../tmp/runs", "tiny.py"], "among the runs themselves"),
     "a run directory that can't be": ((), ["--runs", "tiny.py/runs", "tiny.py"], "it can't be written"),
 }  # fmt: skip
 

@@ -46,6 +46,7 @@ _LOCK = ".reading-copies"
 _RUN_FILES = ("plan.json", "job.json")
 _MOST_BYTES = 2**30  # of a manifest or a run's file
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_OF_THIS_MACHINE = {"file", "local"}
 _HAS_FOLDERS = {"file", "local", "sftp", "ssh", "smb", "ftp", "hdfs", "arrow_hdfs", "webhdfs"}
 # What has to be installed for a scheme, where that is not the scheme's own name for fsspec.
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
@@ -77,6 +78,25 @@ def check_url(url: str, call: str) -> None:
         )
     if "::" in url or "?" in url or "#" in url:
         raise UsageError(asked, f"it is {url!r:.80}", "write SCHEME://PLACE/FOLDER alone")
+    scheme = url.partition("://")[0].lower()
+    if scheme == "memory":
+        raise UsageError(
+            asked,
+            f"{url!r:.80} is this process's own memory, which ends with it",
+            "write a URL of a store, such as s3://BUCKET/FOLDER or file:///FOLDER",
+        )
+    if scheme in _OF_THIS_MACHINE and not url.partition("://")[2].startswith("/"):
+        raise UsageError(
+            asked,
+            f"{url!r:.80} is relative to a process's current folder",
+            f"write {scheme}:///FOLDER, from the root",
+        )
+
+
+def folder_of(url: str) -> Path | None:
+    """Return the folder of this machine that a URL names; None where it names a store."""
+    scheme, _, place = url.partition("://")
+    return Path(place).resolve() if scheme.lower() in _OF_THIS_MACHINE else None
 
 
 class CopyFolder:
@@ -269,6 +289,9 @@ class CopyFolder:
             raise
         except FileNotFoundError as error:
             raise self._error(asked, f"there is no {Path(str(error)).name or 'such file'}") from None
+        except NotImplementedError:
+            found = f"fsspec has no such function for {self.url.partition('://')[0]}://"
+            raise self._error(asked, found, "write a URL of a store, such as s3://BUCKET/FOLDER") from None
         except (ImportError, ValueError) as error:  # of fsspec, for a scheme
             scheme = self.url.partition("://")[0]
             package = _PACKAGES.get(scheme)

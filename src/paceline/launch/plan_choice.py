@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint.copies import check_url
 from paceline.nouns.errors import UsageError
 from paceline.nouns.mesh import AXES, SHORT, Mesh
 from paceline.nouns.options import without_effect
@@ -46,7 +47,7 @@ def choose_plan(request: PlanRequest, notice: Callable[[str], None], grows: bool
         grows: True if the number of ranks follows from the hosts that there are, and may change.
 
     Raises:
-        UsageError: there is no rank, or the plan is a folder.
+        UsageError: there is no rank, the plan is a folder, or no copies can go to `copy_to`.
         MeshError: the mesh names no axis, or does not cover the ranks.
         PlanError: a value is none that a plan can have, or an option has no effect under the plan's axes.
     """
@@ -66,6 +67,8 @@ def choose_plan(request: PlanRequest, notice: Callable[[str], None], grows: bool
     if request.check is not None:
         changes["check"] = request.check
     plan = dataclasses.replace(plan, **changes, mesh=str(mesh))
+    if plan.copy_to:
+        check_url(plan.copy_to, "--copy-to")
     if not grows:
         options = dict(item.strip().partition("=")[::2] for item in text.split(","))
         for name in without_effect(options, mesh):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.copies import check_place, check_url, fetch_run
+from paceline.checkpoint.copies import check_place, fetch_run, folder_of
 from paceline.checkpoint.manifest import CHECKPOINTS, find_good, list_checkpoints, publish_left, try_writing
 from paceline.nouns.errors import MEETS_NOT, CheckpointError, ReadError, UsageError, how_to_write
 from paceline.nouns.plan import Plan
@@ -95,7 +95,14 @@ def choose_run(
 
 def check_copies(choice: RunChoice, copy_to: str) -> None:
     """Raise UsageError or CheckpointError where checkpoints can't be copied to a URL, or are those of an older job."""
-    check_url(copy_to, "--copy-to")
+    folder = folder_of(copy_to)
+    runs = choice.runs.resolve()
+    if folder is not None and (folder == runs or runs in folder.parents):
+        raise UsageError(
+            f"--copy-to takes the URL of a folder outside of the runs in {runs}",
+            f"it is {copy_to!r:.80}, among the runs themselves",
+            "write a folder elsewhere, best on another disk",
+        )
     try:
         check_place(copy_to, None if choice.must_go_on else choice.job)
     except CheckpointError as error:
