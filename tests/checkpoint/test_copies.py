@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
 import shutil
 import socket
 import threading
+import time
 from http.server import HTTPServer, SimpleHTTPRequestHandler
 
 import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.spec import AbstractFileSystem
 from moto.server import ThreadedMotoServer
 
 import paceline as api
 from paceline.checkpoint import copies
-from paceline.checkpoint.copies import CopyFolder, check_url, fetch_run, find_copy, is_url
+from paceline.checkpoint.copies import CopyFolder, SilentStoreError, check_url, fetch_run, find_copy, is_url
 from paceline.checkpoint.manifest import MANIFEST, read_manifest
 from paceline.nouns.errors import CheckpointError, UsageError
 from paceline.nouns.plan import Plan
 from paceline.run.directory import RunChoice, check_copies
+from paceline.run.failures import silent_death
+from paceline.run.start.outcome import JobEnd
+from paceline.run.supervise.job import result_of
+from paceline.run.supervise.progress import Progress
+from paceline.run.supervise.supervisor import THE_COMMAND, Ending
 from paceline.train.job import Job
 
 from support.jobs import STEPS, events, paceline, wait_for, write_workload
@@ -253,7 +261,7 @@ class Torn:
     def __getattr__(self, name):
         return getattr(self.plain, name)
 
-    def put_file(self, source, target):
+    def put_file(self, source, target, size):
         with open(source, "rb") as file:
             self.plain.pipe_file(target, file.read()[:-1])
 
@@ -279,7 +287,7 @@ class Counting(Torn):
 
     sent = 0
 
-    def put_file(self, source, target):
+    def put_file(self, source, target, size):
         self.sent += 1
 
 
@@ -354,6 +362,114 @@ def test_the_next_process_copies_what_one_before_could_not(tmp_path, monkeypatch
     wait_for(lambda: CopyFolder(f"file://{tmp_path}/store/run/checkpoints").steps() == [6], 30)
     assert CopyFolder(f"file://{tmp_path}/store/run/checkpoints").steps() == [6]  # not only at its end
     job.close()
+
+
+@pytest.fixture
+def silent(monkeypatch):
+    """A store that takes every call of some functions, and answers none until the test ends; the calls."""
+    monkeypatch.setattr(copies, "SILENT_S", 0.2)
+    answer = threading.Event()
+    calls = []
+
+    def become_silent(*names):
+        for name in names:
+            wait = functools.partial(_wait, name, calls, answer)
+            monkeypatch.setattr(AbstractFileSystem if name.endswith("_file") else LocalFileSystem, name, wait)
+        return calls
+
+    yield become_silent
+    answer.set()
+
+
+def _wait(name, calls, answer, *_, **__):
+    calls.append(name)
+    answer.wait()
+
+
+@pytest.mark.parametrize("name", ["info", "put_file", "pipe_file", "makedirs"])
+def test_a_store_that_does_not_answer_holds_no_copy(checkpoint, tmp_path, silent, name):
+    folder = CopyFolder(f"file://{tmp_path}/store/step-00000008")
+    silent(name)
+    with pytest.raises(SilentStoreError) as caught:
+        folder.put_checkpoint(checkpoint)
+    assert f"file://{tmp_path}/store/step-00000008" in caught.value.asked
+    assert "the store has not answered for" in caught.value.found
+
+
+@pytest.mark.parametrize("name", ["ls", "exists", "get_file"])
+def test_a_store_that_does_not_answer_holds_no_resume(checkpoint, tmp_path, silent, name):
+    """And what is silent is not taken for damaged, for which an older copy would do."""
+    url = f"file://{tmp_path}/store"
+    in_store(checkpoint, url)
+    shutil.copytree(checkpoint, tmp_path / "run" / "checkpoints" / "step-00000002")
+    calls = silent(name)
+    told = []
+    with pytest.raises(SilentStoreError, match=f"file://{tmp_path}/store"):
+        fetch_run(url, tmp_path / "run", told.append)
+    assert calls == [name]
+    assert told == []
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+def test_a_slow_store_is_waited_for_while_bytes_arrive(tmp_path, monkeypatch):
+    monkeypatch.setattr(copies, "SILENT_S", 0.3)
+
+    def put_slowly(callback):
+        began_s = time.monotonic()
+        while time.monotonic() < began_s + 2 * copies.SILENT_S:
+            time.sleep(0.01)
+            callback.relative_update(1)
+        return "sent"
+
+    assert copies._answer_of(put_slowly, size=9) == "sent"
+    with pytest.raises(copies._SilentError):
+        copies._answer_of(lambda callback: time.sleep(2 * copies.SILENT_S), size=9)
+
+
+def test_a_store_that_does_not_answer_holds_no_end(tmp_path, monkeypatch, silent, capsys):
+    monkeypatch.setattr("paceline.train.checkpoint_copies._TELL_S", 0.05)
+    copying_job(tmp_path, monkeypatch, f"file://{tmp_path}/store")
+    calls = silent("put_file")
+    job = plain_loop()
+    with pytest.raises(CheckpointError, match="last checkpoint should be copied") as caught:
+        job.close()
+    assert "the store has not answered for" in caught.value.found
+    assert f"it is in {tmp_path / 'run'}" in caught.value.fix
+    assert f"--resume --job run --copy-to file://{tmp_path}/store copies it" in caught.value.fix
+    assert (tmp_path / "run" / "checkpoints" / "step-00000006" / MANIFEST).exists()
+    said = capsys.readouterr().out
+    assert f"the job's end waits for a copy to file://{tmp_path}/store/run" in said
+    # One more than while it trained at most: a second try would wait as long again.
+    assert len(calls) <= len(events(tmp_path / "run", "checkpoint"))
+
+
+def test_an_end_names_what_is_not_copied(tmp_path):
+    """Also where the ranks were killed while they waited for the store."""
+    run_dir = tmp_path / "a"
+    saved = run_dir / "checkpoints" / "step-00000006"
+    saved.mkdir(parents=True)
+    (saved / MANIFEST).write_text("{}")
+    url = "s3://bucket/runs"
+    (run_dir / "plan.json").write_text(json.dumps({"mesh": "replicate=1", "copy_to": url}))
+    progress = Progress(run_dir)
+    step = {"step": 6, "position": 9, "samples": 1, "loss": 0.5, "at": 1.5, "memory_bytes": 9}
+    rows = [{"event": "step", **step}, {"event": "checkpoint", "path": str(saved), "step": 6}]
+    copied = {"event": "copied", "path": str(saved), "url": f"{url}/a/checkpoints/step-00000006"}
+    go_on = "go on with --resume --job a"
+    for written, not_copied, go_on_there, copy in (
+        (rows, f", which is not copied to {url}", f"{go_on} --copy-to {url}, which copies it", None),
+        ([copied], "", go_on, copied["url"]),
+    ):
+        with (run_dir / "events.jsonl").open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in written)
+        progress.read()
+        stopped = Ending("stopped", 143, stop_sent_to=THE_COMMAND)
+        assert JobEnd(run_dir, stopped, progress).text() == f"stopped; saved as {saved}{not_copied}; {go_on_there}"
+        cause = silent_death(0, -9, 2.5)
+        failed = JobEnd(run_dir, Ending("failed", 1, cause), progress).text()
+        assert failed.endswith(f"\n  Last checkpoint: {saved}{not_copied}; {go_on_there}")
+        result = result_of(run_dir, stopped, progress)
+        assert (result["checkpoint"], result["copy"]) == (str(saved), copy)
 
 
 def copying_job_again(folder, monkeypatch):

@@ -19,9 +19,13 @@ import os
 import re
 import shutil
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from paceline.checkpoint.manifest import (
     CHECKPOINTS,
@@ -48,6 +52,9 @@ _MOST_BYTES = 2**30  # of a manifest or a run's file
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _OF_THIS_MACHINE = {"file", "local"}
 _HAS_FOLDERS = {"file", "local", "sftp", "ssh", "smb", "ftp", "hdfs", "arrow_hdfs", "webhdfs"}
+SILENT_S = 20.0  # without an answer a store is given up; less than a job that is asked to stop has (GRACE_S)
+_SLOWEST = 2**20  # bytes a second; what takes a store longer counts as no answer
+_PIECE = 2**29  # bytes between two signs of progress: ten parts of 50 MiB, which s3fs sends at the same time
 # What has to be installed for a scheme, where that is not the scheme's own name for fsspec.
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 
@@ -55,6 +62,10 @@ _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "
 def is_url(path: object) -> bool:
     """True if a path names a file system of fsspec's, such as `s3://bucket/folder`."""
     return isinstance(path, str) and _SCHEME.match(path) is not None
+
+
+class SilentStoreError(CheckpointError):
+    """A store does not answer."""
 
 
 def check_url(url: str, call: str) -> None:
@@ -115,7 +126,10 @@ class CopyFolder:
             import fsspec  # here, since few commands need it
 
             # Listings are not cached: other processes write, too.
-            self.files, self.path = fsspec.core.url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
+            options = {"use_listings_cache": False, "skip_instance_cache": True}
+            fsspec.get_filesystem_class(self.url.partition("://")[0])  # imports the library, which may take its time
+            files, self.path = _answer_of(fsspec.core.url_to_fs, self.url, **options)
+            self.files: Any = _Answering(files)
 
     def __truediv__(self, name: str) -> CopyFolder:
         """Return a folder inside."""
@@ -190,7 +204,7 @@ class CopyFolder:
         target = f"{self.path}/{file.name}"
         with self._failing("can't write"):
             self._make_folder()
-            self.files.put_file(str(file), target)
+            self.files.put_file(str(file), target, size=size)
             arrived = self.files.info(target)["size"]
         if arrived != size:
             raise self._error("can't write", f"of {file.name} {arrived} of {size} bytes have arrived")
@@ -228,6 +242,8 @@ class CopyFolder:
             check_files(partial, manifest)
             sync_folder(partial)
             put_in_place(partial, folder)
+        except SilentStoreError:
+            raise
         except CheckpointError as error:
             text = error.found.replace(str(partial), self.url)
             kind = NewerCheckpointError if isinstance(error, NewerCheckpointError) else CheckpointError
@@ -241,7 +257,7 @@ class CopyFolder:
         target = folder / WEIGHTS
         source = self.path if self.is_file() else f"{self.path}/{WEIGHTS}"
         with self._failing("can't read"):
-            self.files.get_file(source, str(target))
+            self.files.get_file(source, str(target), size=self.files.info(source)["size"])
         return target
 
     def fetch_run_files(self, run_dir: Path) -> None:
@@ -278,7 +294,7 @@ class CopyFolder:
                 raise self._error("can't read", f"{name} has {there} bytes, not the {size} written")
             if size is None and there > _MOST_BYTES:
                 raise self._error("can't read", f"{name} has more than {_MOST_BYTES} bytes")
-            self.files.get_file(source, str(folder / name))
+            self.files.get_file(source, str(folder / name), size=there)
 
     @contextmanager
     def _failing(self, asked: str) -> Iterator[None]:
@@ -287,6 +303,9 @@ class CopyFolder:
             yield
         except (CheckpointError, UsageError):
             raise
+        except _SilentError as error:
+            fix = "see that the store can be reached and answers"
+            raise SilentStoreError(f"{asked} {self.url}", str(error), fix) from None
         except FileNotFoundError as error:
             raise self._error(asked, f"there is no {Path(str(error)).name or 'such file'}") from None
         except NotImplementedError:
@@ -304,6 +323,84 @@ class CopyFolder:
     def _error(self, asked: str, found: str, fix: str = "") -> CheckpointError:
         fix = fix or "see that the store can be reached, and that this user may list, read, write and remove there"
         return CheckpointError(f"{asked} {self.url}", found, fix)
+
+
+class _SilentError(Exception):
+    """A call has not come back."""
+
+
+class _Answering:
+    """A file system of fsspec's whose calls end: with an answer, or without one after SILENT_S.
+
+    Libraries wait for a silent server for minutes, or for good.
+
+    Args:
+        files: the file system.
+    """
+
+    def __init__(self, files: Any) -> None:
+        self.files = files
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.files, name)
+        return partial(_answer_of, found) if callable(found) else found
+
+    def put_file(self, source: str, target: str, size: int) -> None:
+        """Send a file of `size` bytes, for as long as parts of it arrive."""
+        _answer_of(partial(self._moving("put_file"), source, target), size=size)
+
+    def get_file(self, source: str, target: str, size: int) -> None:
+        """Read a file of `size` bytes, for as long as parts of it arrive."""
+        _answer_of(partial(self._moving("get_file"), source, target), size=size)
+
+    def _moving(self, name: str) -> Callable[..., Any]:
+        from fsspec.implementations.local import LocalFileSystem
+        from fsspec.spec import AbstractFileSystem
+
+        if isinstance(self.files, LocalFileSystem):  # its own moves a file in one call, and tells nothing meanwhile
+            return partial(getattr(AbstractFileSystem, name), self.files)
+        move: Callable[..., Any] = getattr(self.files, name)
+        return move
+
+
+def _answer_of(call: Callable[..., Any], *arguments: Any, size: int | None = None, **options: Any) -> Any:
+    """Return what a call returns, or raise what it raises. It runs in a thread: nothing else could end its wait.
+
+    Args:
+        call: of the store's library.
+        arguments: of the call.
+        size: bytes that it moves, which it then tells of; None: it moves none.
+        options: of the call, too.
+
+    Raises:
+        _SilentError: there was no answer for SILENT_S, and for as long as a slow store takes for a part of the bytes.
+    """
+    seconds = SILENT_S
+    moved_s = [time.monotonic()]
+    if size is not None:
+        from fsspec.callbacks import Callback
+
+        seconds += min(size, _PIECE) / _SLOWEST
+        options["callback"] = Callback(hooks={"moved": lambda *_, **__: moved_s.__setitem__(0, time.monotonic())})
+    answers: list[Any] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            answers.append(call(*arguments, **options))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="object store", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        left_s = moved_s[0] + seconds - time.monotonic()
+        if left_s <= 0:
+            raise _SilentError(f"the store has not answered for {seconds:.0f} s")
+        thread.join(left_s)
+    if errors:
+        raise errors[0]
+    return answers[0]
 
 
 def find_copy(url: str, report: Callable[[str], None], folder: Path) -> Path:
@@ -338,7 +435,7 @@ def _fetch_newest(copies: CopyFolder, steps: Sequence[int], report: Callable[[st
         target = folder / folder_name(step)
         try:
             (copies / target.name).fetch_checkpoint(target)
-        except NewerCheckpointError:
+        except (NewerCheckpointError, SilentStoreError):
             raise
         except CheckpointError as error:
             report(f"{copies.url}/{target.name} is passed over: {error.found}")
@@ -377,7 +474,7 @@ def fetch_run(url: str, run_dir: Path, report: Callable[[str], None]) -> Path | 
             return None
         try:
             fetched = _fetch_newest(copies / CHECKPOINTS, newer, report, checkpoints)
-        except NewerCheckpointError:
+        except (NewerCheckpointError, SilentStoreError):
             raise
         except CheckpointError:
             if newest < 0:

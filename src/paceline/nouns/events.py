@@ -25,6 +25,7 @@ _FORMS: dict[str, dict[str, Form]] = {
         "gradient_norm?": (NUMBER, None), "loss_scale?": (NUMBER, None), "times?": {str: NUMBER},
     },
     "checkpoint": {**_NAMED, "path": str, "removed?": [str]},
+    "copied": {**_NAMED, "path": str, "url": str},
     "resumed": {"step": COUNT, "position": COUNT, "path?": str, "takes_over?": bool},
     "stopped": {"asked?": [COUNT]},
     "evaluation": {"step": COUNT},
@@ -41,7 +42,7 @@ _FORMS: dict[str, dict[str, Form]] = {
     "notice": {"text": str},
     "servers_ended": {"counted": (COUNT, None), "gradients": COUNT},
 }  # fmt: skip
-_FORMS |= dict.fromkeys(("saved", "checkpoint_failed", "copied", "copy_failed", "picture"), _NAMED)
+_FORMS |= dict.fromkeys(("saved", "checkpoint_failed", "copy_failed", "picture"), _NAMED)
 FORMS = {kind: {**_OF_ANY, **form} for kind, form in _FORMS.items()}
 
 

@@ -1,7 +1,8 @@
 """Copy the run's checkpoints to an object store while training goes on, and read checkpoints from there.
 
 Rank 0 copies, from the disk, in a thread of its own: a slow store delays no step and no checkpoint. Where the next
-checkpoint is written before one is copied, the newer one takes its turn. The last one of a job is waited for.
+checkpoint is written before one is copied, the newer one takes its turn. The last one of a job is waited for, but not
+for a store that does not answer.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.checkpoint.copies import CopyFolder, check_url, find_copy
+from paceline.checkpoint.copies import CopyFolder, SilentStoreError, check_url, find_copy
 from paceline.checkpoint.manifest import CHECKPOINTS, MANIFEST, list_checkpoints, step_name, step_of
 from paceline.nouns.errors import CheckpointError
 from paceline.train.last_checkpoint import first_failure, new_folder, temporary_folders
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _ATTEMPTS = 2  # of the last checkpoint
 _RETRY_AFTER_S = 2.0
+_TELL_S = 3.0  # of waiting for a copy, until people are told
 
 
 class CheckpointCopier:
@@ -43,6 +45,7 @@ class CheckpointCopier:
         self.report = report
         self.copied: Path | None = None  # the last one
         self.failure: CheckpointError | None = None  # of the last try
+        self.is_ending = False
         self._waiting: Path | None = None
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -62,29 +65,46 @@ class CheckpointCopier:
         if newest:
             self.begin(newest[0])
 
-    def finish(self) -> CheckpointError | None:
-        """Wait until the newest checkpoint is copied; return why it could not be."""
-        self._join()
+    def finish(self, notice: Callable[[str], None]) -> CheckpointError | None:
+        """Wait until the newest checkpoint is copied; return why it could not be.
+
+        Args:
+            notice: told what is waited for, where that takes long.
+        """
+        self.failure = None
+        self.is_ending = True
+        self._join(notice)
         newest = list_checkpoints(self.run_dir / CHECKPOINTS)[:1]
         if not newest or newest[0] == self.copied:
             return None
         for attempt in range(_ATTEMPTS):
+            if isinstance(self.failure, SilentStoreError):
+                break  # another try would wait as long again
             if attempt:
                 time.sleep(_RETRY_AFTER_S)
             self.begin(newest[0])
-            self._join()
+            self._join(notice)
             if self.failure is None:
                 return None
         return self.failure
 
-    def _join(self) -> None:
+    def _join(self, notice: Callable[[str], None]) -> None:
+        told_s: float | None = _TELL_S
         while (thread := self._thread) is not None:
-            thread.join()
+            thread.join(told_s)
+            if thread.is_alive():
+                told_s = None
+                notice(
+                    f"the job's end waits for a copy to {self.url}; a store that does not answer is given up, and "
+                    f"all checkpoints are in {self.run_dir}"
+                )
 
     def _work(self) -> None:
         while True:
             with self._lock:
                 folder = self._waiting
+                if self.is_ending and isinstance(self.failure, SilentStoreError):
+                    folder = None
                 self._waiting = None
                 if folder is None:
                     self._thread = None
@@ -118,7 +138,8 @@ def _as_failure(error: Exception, folder: Path, url: str) -> CheckpointError:
     found, fix = str(error) or type(error).__name__, ""
     if isinstance(error, CheckpointError):
         found, fix = f"{error.asked}: {error.found}", error.fix
-    return CheckpointError(f"the checkpoint {folder} should be copied to {url}", found, fix or "see that it is whole")
+    kind = SilentStoreError if isinstance(error, SilentStoreError) else CheckpointError
+    return kind(f"the checkpoint {folder} should be copied to {url}", found, fix or "see that it is whole")
 
 
 def copier_of(job: Job) -> CheckpointCopier | None:
@@ -138,13 +159,14 @@ def finish_copies(job: Job) -> None:
     """
     if job.run_dir is None or not job.plan.copy_to or not job.steps.is_saving:
         return
-    failure = None if job.copier is None else job.copier.finish()
+    failure = None if job.copier is None else job.copier.finish(job.notice)
     failure = first_failure(failure, job.checkpoint_folder(), job.world)
     if failure is not None:
         raise CheckpointError(
             f"the run's last checkpoint should be copied to {job.plan.copy_to}",
             failure.found,
-            f"it is in {job.run_dir}; {failure.fix}; then --resume --job {job.run_dir.name} copies it",
+            f"it is in {job.run_dir}; {failure.fix}; then --resume --job {job.run_dir.name} --copy-to "
+            f"{job.plan.copy_to} copies it",
         )
 
 

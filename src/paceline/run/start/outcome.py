@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.checkpoint.manifest import list_checkpoints
 from paceline.run.failures import format_failure
+from paceline.run.summary import read_plan
 from paceline.run.supervise.progress import Progress
 from paceline.run.supervise.supervisor import THE_COMMAND, Ending
 
@@ -58,17 +59,29 @@ class JobEnd:
         cause = self.ending.cause or {}
         if not newest or cause.get("saved_to"):  # the failure says where the last step is, and how to go on from it
             return ""
-        return f"\n  Last checkpoint: {newest[0]}; go on with --resume --job {self.run_dir.name}"
+        not_copied, go_on = self._copy_part()
+        return f"\n  Last checkpoint: {newest[0]}{not_copied}; {go_on}"
 
     def _saved_part(self) -> str:
         """Return what of a stopped job is on the disk, and how to go on."""
-        go_on = f"go on with --resume --job {self.run_dir.name}"
-        if self.progress.has_stopped and self.progress.saved_step == self.progress.stopped_step:
-            return f"saved as {self.progress.checkpoint}; {go_on}"
+        progress = self.progress
+        not_copied, go_on = self._copy_part()
+        last = progress.last["step"] if progress.last else None
+        if progress.checkpoint and progress.saved_step == (progress.stopped_step if progress.has_stopped else last):
+            return f"saved as {progress.checkpoint}{not_copied}; {go_on}"
         earlier = list_checkpoints(self.run_dir / "checkpoints")
         if earlier:
-            return f"its last steps are not saved, the newest checkpoint is {earlier[0]}; {go_on}"
+            return f"its last steps are not saved, the newest checkpoint is {earlier[0]}{not_copied}; {go_on}"
         return f"nothing was saved; --resume --job {self.run_dir.name} starts it again at step 0"
+
+    def _copy_part(self) -> tuple[str, str]:
+        """Return that the checkpoint which the job wrote last is not copied, and how to go on; "" where it is."""
+        go_on = f"go on with --resume --job {self.run_dir.name}"
+        copy_to = read_plan(self.run_dir).get("copy_to")
+        saved = self.progress.checkpoint
+        if not copy_to or saved is None or Path(saved).name in self.progress.copies:
+            return "", go_on
+        return f", which is not copied to {copy_to}", f"{go_on} --copy-to {copy_to}, which copies it"
 
 
 @dataclass(slots=True)

@@ -36,7 +36,7 @@ def finish(run_dir: Path, ending: Ending, progress: Progress, say: Callable[[str
     published = directory.publish_last_left(run_dir)
     result = result_of(run_dir, ending, progress)
     if published is not None:
-        result["checkpoint"] = str(published.absolute())
+        result.update(checkpoint=str(published.absolute()), copy=None)
     try:
         directory.write_json(run_dir / "result.json", result)
     except OSError as error:
@@ -73,6 +73,7 @@ def result_of(folder: Path, ending: Ending, progress: Progress) -> dict[str, Any
         "left_out": progress.left_out,
         "restarts": progress.restarts,
         "checkpoint": checkpoint,
+        "copy": progress.copies.get(Path(checkpoint).name) if checkpoint else None,
         "failure": ending.cause,
     }
 

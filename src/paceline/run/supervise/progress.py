@@ -37,6 +37,7 @@ class Progress:
         self.saved: str | None = None
         self.checkpoints = (run_dir / "checkpoints").resolve()
         self.saved_step: int | None = None  # of the newest one there
+        self.copies: dict[str, str] = {}  # by a checkpoint's name, the URL of its copy
         self.has_stopped = False
         self.stopped_step: int | None = None
         self.asked_to_stop: list[int] = []  # ranks that were, before all stopped
@@ -70,6 +71,9 @@ class Progress:
             self.saved = event["path"]
             if Path(event["path"]).parent.resolve() == self.checkpoints:
                 self.saved_step = event.get("step")
+                self.copies.pop(Path(event["path"]).name, None)  # of the same step before the job went back
+        elif kind == "copied":
+            self.copies[Path(event["path"]).name] = event["url"]
         elif kind == "resumed":
             self.loaded[event["step"]] = event["position"]
         elif kind == "stopped":
