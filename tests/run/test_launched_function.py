@@ -32,7 +32,7 @@ def train():
 
 REFUSED = {
     "no function": (lambda: paceline.launch(3), UsageError, "without brackets after the function's name"),
-    "no rank": (lambda: paceline.launch(train, ranks=0), UsageError, "write ranks=1 or more"),
+    "no rank": (lambda: paceline.launch(train, ranks=0), UsageError, "write ranks=1"),
     "an unknown axis": (lambda: paceline.launch(train, plan="shards=2"), MeshError, "did you mean 'shard'"),
     "an option alone": (lambda: paceline.launch(train, ranks=2, plan="replicate=2,zero=3"), PlanError, "shard"),
     "ranks and plan differ": (

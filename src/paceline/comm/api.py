@@ -587,13 +587,13 @@ def _checked(collective: str, tensor: Any, grad: Any) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg()  # a view that conjugates has no numbers of its own
 
 
-def _checked_rows(collective: str, value: Any, grad: Any) -> torch.Tensor:
-    tensor = _checked(collective, value, grad)
-    if tensor.dim() == 0:
+def _checked_rows(collective: str, tensor: Any, grad: Any) -> torch.Tensor:
+    checked = _checked(collective, tensor, grad)
+    if checked.dim() == 0:
         raise UsageError(
             f"{collective} needs a tensor with rows", "the tensor is a scalar", "hand in tensor.reshape(1)"
         )
-    return tensor
+    return checked
 
 
 def _carried(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.nouns import arguments
 from paceline.nouns.errors import MeshError, PlanError, ReadError, did_you_mean
 from paceline.nouns.mesh import AXES, GRAPH_AXES, MOST_RANKS, SHORT, Mesh
 from paceline.nouns.options import SCOPES, check_options, without_effect
@@ -271,7 +272,7 @@ class Plan:
         """
         axes = []
         options = []
-        for item in text.split(","):
+        for item in arguments.text("Plan.parse", "text", text, "shard=2").split(","):
             name, _, value = item.partition("=")
             name = name.strip()
             name = SHORT_OPTIONS.get(name, name)

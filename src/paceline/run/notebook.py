@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.launch.plan_choice import PlanRequest, choose_plan
+from paceline.nouns import arguments as arguments_of
 from paceline.nouns.errors import RankFailedError, UsageError
 from paceline.nouns.parts import shown
 from paceline.nouns.plan import Plan
@@ -28,6 +29,7 @@ from paceline.run.supervise.job import run_job
 from paceline.run.supervise.progress import Progress, Screen
 from paceline.run.supervise.supervisor import GRACE_S, Ending, JobRequest, private_folder
 
+_CALL = "paceline.launch"
 _CELL = re.compile(r'File "([^"]+)"')  # in a traceback
 
 
@@ -84,7 +86,11 @@ def launch(
         >>> result["ranks"], result["weights"]["weight"].shape
         (2, torch.Size([1, 4]))
     """
-    _check(function, ranks)
+    _check(function)
+    ranks = None if ranks is None else arguments_of.whole_number(_CALL, "ranks", ranks, 1)
+    plan = arguments_of.text(_CALL, "plan", plan, "shard=2")
+    run_dir = None if run_dir is None else arguments_of.path(_CALL, "run_dir", run_dir)
+    resume = arguments_of.flag(_CALL, "resume", resume)
     shell = notebook_shell()
     screen = CellScreen() if shell is not None else Screen(sys.stdout, sys.stderr)
     chosen = choose_plan(PlanRequest(ranks=ranks, text=plan), screen.say)
@@ -136,7 +142,7 @@ def _private() -> Iterator[PrivateFolder]:
         private.remove()
 
 
-def _check(function: object, ranks: int | None) -> None:
+def _check(function: object) -> None:
     """Raise UsageError where the function can't be launched from here."""
     if not callable(function):
         raise UsageError(
@@ -144,8 +150,6 @@ def _check(function: object, ranks: int | None) -> None:
             f"it is {shown(function)}",
             "write paceline.launch(train, ARGUMENTS, ranks=2), without brackets after the function's name",
         )
-    if ranks is not None and ranks < 1:
-        raise UsageError(f"can't start {ranks} ranks", "a job has at least one", "write ranks=1 or more")
     if threading.current_thread() is not threading.main_thread():
         raise UsageError(
             "paceline.launch should be called in the main thread",

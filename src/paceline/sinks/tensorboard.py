@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.nouns import arguments
 from paceline.nouns.errors import UsageError
 from paceline.sinks.numbers import numbers_of, picture_of
 
@@ -45,10 +46,10 @@ class TensorBoard:
                 "the package tensorboard is not installed",
                 "pip install 'paceline[tensorboard]', or leave paceline.TensorBoard out of the workload's sinks",
             ) from None
-        self.run_dir = run_dir
+        self.run_dir = None if run_dir is None else arguments.path("paceline.TensorBoard", "run_dir", run_dir)
         self.folder = Path("tensorboard", time.strftime("%Y%m%d-%H%M%S"))
-        if run_dir is not None:
-            self.folder = run_dir / "tensorboard"
+        if self.run_dir is not None:
+            self.folder = self.run_dir / "tensorboard"
         self.address = str(self.folder)
         self.make_writer = SummaryWriter
         self.writer: Any = SummaryWriter(str(self.folder), flush_secs=_FLUSH_S)

@@ -411,6 +411,7 @@ def open_data(name: str, value: Any) -> Any:
     """
     if value is None:
         raise no_data(name)
+    check_data(name, value)  # also of what `job.evaluate` is handed
     is_data = hasattr(value, "__getitem__") and hasattr(value, "__len__") and not isinstance(value, type)
     is_made = is_data or is_stream(value)
     data = value if is_made else value()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from paceline.comm.collectives import AxisComm
-from paceline.nouns.errors import LossError, WorkloadError
+from paceline.nouns.errors import LossError, UsageError, WorkloadError
 from paceline.nouns.parts import shown
 from paceline.parallel.apply import Parallel
 from paceline.parallel.micro_batches import checked_loss
@@ -93,6 +93,16 @@ def _members(metrics: Any) -> list[Any]:
     if metrics is None:
         return []
     return list(metrics.values()) if hasattr(metrics, "items") else [metrics]
+
+
+def check_metrics(metrics: Any) -> None:
+    """Raise UsageError unless it is None, or counts and computes as torchmetrics' objects do."""
+    if metrics is not None and not (hasattr(metrics, "compute") and hasattr(metrics, "reset")):
+        raise UsageError(
+            "metrics of job.evaluate should be a Metric or a MetricCollection of torchmetrics",
+            f"it is {shown(metrics)}",
+            "hand in the object that score updates, or leave it out where score returns ratios",
+        )
 
 
 def _states(metrics: Any) -> list[tuple[Any, dict[str, Any], int]]:

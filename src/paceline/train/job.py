@@ -21,6 +21,7 @@ from paceline.checkpoint.manifest import CHECKPOINTS, find_good, folder_name, re
 from paceline.checkpoint.save import CheckpointWriter
 from paceline.comm import api
 from paceline.comm.step_times import CHECKPOINT, EVALUATION, Timed, timed_data
+from paceline.nouns import arguments
 from paceline.nouns.clock import Clock, WallClock
 from paceline.nouns.errors import CheckpointError, CollectiveError, PacelineError, UsageError, WorkloadError
 from paceline.nouns.mesh import AXES, Mesh
@@ -49,6 +50,7 @@ from paceline.train.events import VERSION, open_events, peak_memory_bytes, resta
 from paceline.train.first_step import FirstStep, finish_pending
 from paceline.train.generate_job import generate_with, whole_model
 from paceline.train.kept import SETTINGS, KeptObjects
+from paceline.train.kept_values import encode
 from paceline.train.last_checkpoint import first_failure
 from paceline.train.load_weights import check_flags, read_weights
 from paceline.train.memory_file import write_memory
@@ -482,6 +484,9 @@ class Job:
             >>> list(job.evaluate(held_out))
             ['loss']
         """
+        if score is not None:
+            arguments.function("job.evaluate", "score", score, "score(model, batch), which returns a dict")
+        evaluation.check_metrics(metrics)
         self._settle()
         with Timed(EVALUATION):
             return self._evaluate(data, score, metrics)
@@ -530,6 +535,8 @@ class Job:
             {'held out/accuracy': 0.75, 'lr': 0.1}
         """
         self._check_may_log("job.log")
+        if values is not None and not isinstance(values, Mapping):
+            raise log.no_names(values)
         self.board.meet("job.log", self.step_number)
         numbers = log.reduced({**(values or {}), **more}, self.steps.log_comm, self.device)
         if numbers:
@@ -619,12 +626,12 @@ class Job:
             >>> pathlib.Path("best", "manifest.json").exists()
             True
         """
+        folder = arguments.path("job.save", "path", path)
         self._settle()
         self.board.meet("job.save", self.step_number)
         if is_url(path):
             save_copy(self, str(path))
             return
-        folder = Path(path)
         prepare.check_may_write(folder)
         if not self.steps.is_saving:
             return
@@ -666,16 +673,17 @@ class Job:
             True
         """
         check_flags(weights_only, strict)
+        folder = arguments.path("job.load", "path", path)
         self._settle()
         self.steps.check_may_load()
         self.board.meet("job.load", self.step_number)
         self.finish_save()
         self.world.barrier()  # no rank is writing any more: all find the same checkpoints
         if is_url(path):
-            with fetched(self, str(path), weights_only) as folder:
-                self._load_from(folder, str(path), weights_only, strict)
+            with fetched(self, str(path), weights_only) as copied:
+                self._load_from(copied, str(path), weights_only, strict)
             return
-        self._load_from(Path(path), "", weights_only, strict)
+        self._load_from(folder, "", weights_only, strict)
 
     def _load_from(self, path: Path, url: str, weights_only: bool, strict: bool) -> None:
         """Load from the disk; `url` is where that was read from."""
@@ -798,6 +806,7 @@ class Job:
             >>> progress["best"] <= mean
             True
         """
+        arguments.flag("job.keep", "per_rank", per_rank)
         self._keeps("job.keep")
         self.kept.add(name, target, per_rank)
         return target
@@ -821,6 +830,7 @@ class Job:
             >>> job = paceline.distribute(workload)
             >>> job.keep_settings(data="letters, 64 samples", fold=2)
         """
+        encode("job.keep_settings", settings, [])  # what can't be kept is refused now, not at the first checkpoint
         kept: dict[str, Any] = self.keep(SETTINGS, {})
         for name, value in settings.items():
             if name in kept and kept[name] != value:
@@ -888,6 +898,8 @@ class Job:
             >>> is_better
             True
         """
+        if path is not None:
+            arguments.path("job.save_best", "path", path)
         self._keeps("job.save_best")
         self._settle()
         self.board.meet("job.save_best", self.step_number)
@@ -1014,6 +1026,7 @@ class Job:
             >>> job.evaluate(workload.data)["loss"] < mean
             True
         """
+        arguments.flag("job.close", "save", save)
         if self.closed_step is not None:
             return  # by the file itself; the worker closes what is open at the file's end
         self._settle()

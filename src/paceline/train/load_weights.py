@@ -18,8 +18,8 @@ from paceline.checkpoint.manifest import MANIFEST, MODEL, find_good, read_manife
 from paceline.checkpoint.reshard import LocalTensor
 from paceline.checkpoint.tensor_file import TensorFile
 from paceline.comm.collectives import AxisComm
+from paceline.nouns import arguments
 from paceline.nouns.errors import CheckpointError, UsageError
-from paceline.nouns.parts import shown
 
 _WEIGHTS = "model.safetensors"
 _NAMED = 5  # names that an error gives
@@ -114,10 +114,7 @@ def _bare(name: str) -> str:
 def check_flags(weights_only: Any, strict: Any) -> None:
     """Raise UsageError unless both are True or False, and `strict` has an effect."""
     for name, value in (("weights_only", weights_only), ("strict", strict)):
-        if not isinstance(value, bool):
-            raise UsageError(
-                f"{name} of job.load should be True or False", f"it is {shown(value)}", "write one of them"
-            )
+        arguments.flag("job.load", name, value)
     if not strict and not weights_only:
         raise UsageError(
             "strict=False leaves out weights that only one side has",

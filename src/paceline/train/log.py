@@ -40,6 +40,15 @@ def checked_name(name: Any) -> str:
     return name
 
 
+def no_names(values: Any) -> UsageError:
+    """Return the error of values without names."""
+    return UsageError(
+        "job.log takes numbers by their names",
+        f"it is {shown(values)}",
+        "write job.log(accuracy=0.9), or a dict: job.log({'held out/accuracy': 0.9})",
+    )
+
+
 def reduced(values: Mapping[str, Any], comm: AxisComm, device: torch.device) -> dict[str, float]:
     """Return numbers over all ranks. Collective.
 

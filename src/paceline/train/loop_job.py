@@ -33,6 +33,7 @@ from paceline.comm import api
 from paceline.comm.batch_norm import share_statistics, statistics_to_share
 from paceline.comm.step_times import BACKWARD as BACKWARD_TIME
 from paceline.comm.step_times import FORWARD, OPTIMIZER, OTHER, TIMES, Timed, timed_data
+from paceline.nouns import arguments
 from paceline.nouns.errors import LossError, PacelineError, UsageError
 from paceline.nouns.loop_plan import check_plan_of_loop
 from paceline.nouns.mesh import CUTTING_AXES
@@ -129,6 +130,8 @@ def prepare(
         0.000
     """
     check_sinks(sinks)
+    seed = arguments.whole_number("paceline.prepare", "seed", seed)
+    shard_frozen = arguments.flag("paceline.prepare", "shard_frozen", shard_frozen)
     sorted_objects = dataclasses.replace(sort_objects(objects, whole, by_part), sinks=tuple(sinks))
     api.init()
     try:
@@ -400,6 +403,7 @@ class LoopJob(Job):
                 "hand it the DataLoader, or count in the loop: while job.step_number < STEPS",
             )
         cut = self.cut
+        count = arguments.whole_number("job.epochs", "count", count)
         cut.passes = count
         self._forget_look()
         try:
@@ -471,6 +475,7 @@ class LoopJob(Job):
         """
         _check_loss(loss)
         _check_share(share)
+        retain_graph = arguments.flag("job.backward", "retain_graph", retain_graph)
         factor = factor_of(loss)
         found = self.taken.of_loss(loss, self._may_follow())
         self._begin_piece(found)
