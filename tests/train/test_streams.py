@@ -50,8 +50,10 @@ def train_all(rank, cases):
         steps = []
         for batch in job.batches():
             steps.append((batch.positions, *taken(batch), job.step(batch)))
-        state = {name: value.detach().clone() for name, value in job.model.state_dict().items()} if rank == 0 else {}
-        results[key(kind, parts), plan] = steps, state if "replicate" in plan and "," not in plan else {}
+        state = {}
+        if rank == 0 and "replicate" in plan and "," not in plan:
+            state = {name: value.detach().clone() for name, value in job.model.state_dict().items()}
+        results[key(kind, parts), plan] = steps, state
         job.close()
     return results
 

@@ -126,3 +126,31 @@ def test_a_loop_of_ones_own_is_refused():
     job, *_ = paceline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(UsageError, match="handed a model that is made already"):
         job.whole_model()
+
+
+def ask_for_state(rank, plan):
+    api.init()
+    job = Job(workload(), Plan.parse(plan))
+    for batch in job.batches():
+        job.step(batch)
+    try:
+        found = job.model.state_dict()
+    except WorkloadError as error:
+        found = error.fix
+    whole = job.whole_model().state_dict()
+    job.close()
+    return found, whole
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2,zero=1", "shard=2", "tensor=2", "pipeline=2"])
+def test_a_state_dict_is_whole_or_refused(plan):
+    """Parts of parameters would be written to a file as if they were the model's."""
+    is_whole = plan == "replicate=2"
+    for found, whole in run_ranks(2, ask_for_state, plan):
+        assert {name: tuple(value.shape) for name, value in whole.items()} == {
+            name: tuple(value.shape) for name, value in Net().state_dict().items()
+        }
+        if is_whole:
+            assert all(torch.equal(value, whole[name]) for name, value in found.items())
+        else:
+            assert "write job.whole_model().state_dict()" in found

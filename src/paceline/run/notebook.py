@@ -80,7 +80,7 @@ def launch(
         ...         group["lr"] = rate
         ...     for batch in job.batches():
         ...         mean = job.step(batch)
-        ...     return {"loss": mean, "ranks": job.size, "weights": job.model.state_dict()}
+        ...     return {"loss": mean, "ranks": job.size, "weights": job.whole_model().state_dict()}
         >>> result = paceline.launch(train, 0.1, ranks=2)
         [0] paceline: first step checked: equal to one process
         >>> result["ranks"], result["weights"]["weight"].shape

@@ -31,6 +31,7 @@ from paceline.train.parallelize import Fake, parallelize_model
 from paceline.train.seed import seed_everything
 from paceline.train.snapshot import parameter_names
 from paceline.train.stream_loader import rank_loader
+from paceline.train.whole_state import refuse_parts
 
 
 class Assembly:
@@ -126,6 +127,7 @@ class Assembly:
         self.parallel.check_optimizer(self.optimizer)
         check_effects(self.parallel.model, [self.optimizer], self.parallel.placement, is_cut=True)
         self.later_parameters = prepare.keep_own(self.optimizer, self.mesh, placed)
+        refuse_parts(self.parallel.model, self.parallel.held())
 
     def check_later_parameters(self) -> None:
         """Raise PlanError if the optimizer was given parameters since `finish` that it can't update here."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +10,8 @@ import torch
 from paceline.checkpoint.manifest import MODEL
 from paceline.checkpoint.reshard import LocalTensor, bits_of, copy_common
 from paceline.comm.collectives import AxisComm
-from paceline.nouns.shard_spec import ShardSpec
+from paceline.nouns.errors import WorkloadError
+from paceline.nouns.shard_spec import LocalShard, ShardSpec
 from paceline.train import snapshot
 
 if TYPE_CHECKING:
@@ -34,6 +35,31 @@ def put_together(whole: torch.Tensor, part: LocalTensor | None, comm: AxisComm) 
         wide = bits.to(torch.int64, copy=True).contiguous()  # not every transport adds up narrow numbers
         comm.all_reduce(wide)
         bits.copy_(wide)
+
+
+def refuse_parts(model: torch.nn.Module, held: Mapping[str, LocalShard]) -> None:
+    """Have `state_dict()` of a workload's model refused where this rank has parts: they would pass for the whole.
+
+    Args:
+        model: as the strategies left it. Checkpoints, which know what is cut, ask with `keep_vars`.
+        held: which part of a state tensor is here.
+    """
+    parts = [held[name] for name, _ in model.named_parameters() if name in held]
+    is_cut = any(part.shard_spec.cuts for part in parts)
+    if not is_cut and not any(parameter.is_meta for parameter in model.parameters()):
+        return
+
+    def refuse(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not keep_vars:
+            raise WorkloadError(
+                "the model is in parts, and state_dict() should have whole tensors",
+                "job.model has this rank's parts under the plan",
+                "write job.whole_model().state_dict(), on every rank; or job.save(FOLDER), and `paceline export` for a "
+                "file",
+            )
+
+    for module in model.modules():
+        module.register_state_dict_pre_hook(refuse)
 
 
 def whole_state(job: Job, prefix: str, wants: Callable[[str], bool]) -> dict[str, torch.Tensor]:
