@@ -465,6 +465,13 @@ def _ended(path: Path) -> None:
     end_of(run)
 
 
+def _started(content: bytes, folder: Path) -> None:
+    (folder / "job.json").write_bytes(content)
+    (folder / "result.json").write_text('{"status": "failed"}')
+    json.dumps(read_run(folder).to_json())
+    assert end_of(read_run(folder)) is not None
+
+
 SERVER_EVENTS = [
     {"event": "servers_started", "servers": 1, "workers": 2, "mode": "async"},
     {"event": "waiting", "worker": 1, "step": 3, "silent_s": 2.5, "is_connected": True},
@@ -578,6 +585,7 @@ def _runs() -> Iterator[Target]:
     yield Target("result.json", "disk", [result], _of_file("result.json", _ended))
     job = {"script": "/x/train.py", "arguments": [], "ranks": 2}
     yield Target("job.json", "disk", [_encoded(job)], _of_file("a/job.json", _resumed))
+    yield Target("job.json, shown", "disk", [_encoded(job)], _started)
     servers = _encoded({"coordinator": "unix:/tmp/a"})
     yield Target(
         "servers.json", "disk", [servers], _of_file("servers.json", lambda path: _coordinator(str(path.parent)))

@@ -451,10 +451,12 @@ def test_a_failed_run_begins_with_its_error_and_the_command_that_goes_on(tmp_pat
 
 
 def test_the_command_that_goes_on_is_one_that_paceline_takes(tmp_path, capsys):
+    assert "There is no such file on this host" in failed_run(tmp_path / "elsewhere")
     write_workload(tmp_path, name="train.py")
     folder = make_run(tmp_path / "runs", "a", status="failed")
     (folder / "job.json").write_text(json.dumps({"script": str(tmp_path / "train.py"), "arguments": [], "ranks": 2}))
     (folder / "result.json").write_text(json.dumps({"status": "failed"}))
+    assert "There is no such file" not in page_of(tmp_path / "runs", "overview", "a")
     command = shlex.split(end_of(read_run(folder)).command)
     assert main([*command[1:2], "--dry-run", *command[2:]]) == 0
     assert "# 2 ranks on this host" in capsys.readouterr().out, "the plan has their number"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -212,11 +213,13 @@ class EndOfRun:
         lines: what ended it, and the fix if it has one; empty where it was asked to stop.
         step: of the newest checkpoint; None: it has none.
         command: that goes on from there, under the same plan.
+        has_file: the file that was started is on this host. A notebook's cell is not.
     """
 
     lines: Sequence[str]
     step: int | None
     command: str
+    has_file: bool
 
 
 def end_of(run: Run) -> EndOfRun | None:
@@ -231,7 +234,8 @@ def end_of(run: Run) -> EndOfRun | None:
     script = run.script if any(run.script[:1]) else ("FILE",)
     words = [*plan, "--runs", str(folder.parent), "--job", run.name, "--resume", *script]
     newest = list_checkpoints(folder / CHECKPOINTS)[:1]
-    return EndOfRun(lines, step_of(step_name(newest[0])) if newest else None, shlex.join(["paceline", "run", *words]))
+    step = step_of(step_name(newest[0])) if newest else None
+    return EndOfRun(lines, step, shlex.join(["paceline", "run", *words]), os.path.isfile(script[0]))
 
 
 def ledger(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.nouns.errors import ReadError
-from paceline.nouns.reading import COUNT, NUMBER, Form, fault_of, lines_of, parse_json, regular
+from paceline.nouns.reading import COUNT, LONGEST_LINE, NUMBER, Form, fault_of, lines_of, parse_json, regular
 
 _LONGEST_KIND = 100  # characters
 _OF_ANY = {"at?": float, "step?": (COUNT, None), "epoch?": NUMBER}
@@ -49,6 +49,8 @@ FORMS = {kind: {**_OF_ANY, **form} for kind, form in _FORMS.items()}
 def decoded(content: bytes) -> Iterator[dict[str, Any]]:
     """Yield the events in lines of JSON; a line that is none, such as one that a full disk cut off, is left out."""
     for line in content.splitlines():
+        if len(line) > LONGEST_LINE:
+            continue
         try:
             event = parse_json(line, "an event", dict)
         except ReadError:

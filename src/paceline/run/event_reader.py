@@ -11,6 +11,7 @@ import msgspec
 from paceline.nouns.events import decoded
 from paceline.nouns.reading import LARGEST, lines_of, regular
 
+_STEP = b'{"event": "step"'  # as a job writes it
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
 
 
@@ -44,11 +45,11 @@ class EventReader:
 
     def read(self, line: bytes) -> StepEvent | dict[str, Any] | None:
         """Return the event in a line; None: it has none."""
-        try:
-            return self._decoder.decode(line)
-        except (msgspec.MsgspecError, ValueError, RecursionError):  # ValueError: not UTF-8
-            pass
-        # Another event, or a step with NaN, which is no JSON for msgspec; and the forms are checked there.
+        if line.startswith(_STEP):
+            try:
+                return self._decoder.decode(line)
+            except (msgspec.MsgspecError, ValueError, RecursionError):  # ValueError: not UTF-8
+                pass  # damaged, or with NaN, which is no JSON for msgspec
         event = next(decoded(line), None)
         if event is None:
             self.unreadable += bool(line.strip())

@@ -16,7 +16,7 @@ from paceline.checkpoint.manifest import CHECKPOINTS, list_checkpoints, step_of
 from paceline.nouns.errors import PacelineError, ReadError, UsageError, did_you_mean
 from paceline.nouns.events import decoded
 from paceline.nouns.plan import Plan
-from paceline.nouns.reading import LONGEST_LINE, parse_json, read_bytes, read_json, regular
+from paceline.nouns.reading import parse_json, read_bytes, read_json, regular
 from paceline.run.failures import format_failure_briefly
 
 RUNNING, SILENT = "running", "silent"  # of a run whose last start has no result
@@ -298,8 +298,6 @@ def _newest_in(content: bytes) -> dict[str, dict[str, Any]]:
         kind = _KIND.match(line)
         if kind is not None and kind[1].decode() in newest:
             continue  # decoding every line would take ten times as long
-        if len(line) > LONGEST_LINE:
-            continue
         for event in decoded(line):
             newest.setdefault(event["event"], event)
     return dict(reversed(newest.items()))
