@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.bench.strategies import COMPARED, STRATEGIES, check_losses, progress, ratios, table
+from paceline.bench.startup import progress
+from paceline.bench.strategies import COMPARED, STRATEGIES, check_losses, ratios, table
 from paceline.nouns.errors import CollectiveError
 
 TIMES = {"shard": (1.0, 2.0), "tensor": (3.0, 3.0), "gpipe": (1.0, 2.0), "1f1b": (2.0, 2.0)}  # ours and theirs
@@ -56,8 +57,9 @@ def test_a_side_that_says_no_losses_voids_the_comparison():
 
 
 def test_progress_says_how_long_the_rest_takes():
-    assert progress(1, 4, 20.0) == "strategies, turn 1 of 4: 60 s left"
-    assert progress(4, 4, 80.0).endswith(": 0 s left")
+    assert progress("strategies", 0, 4, 0.0) == "strategies, 0 of 4 done"
+    assert progress("strategies", 1, 4, 20.0) == "strategies, 1 of 4 done: 1:00 left"
+    assert progress("strategies", 4, 4, 80.0).endswith(": 0:00 left")
 
 
 def test_the_table_aligns():

@@ -126,7 +126,9 @@ def test_parts_of_any_mesh_come_out_whole(saved, tmp_path, capsys):
 
 def test_a_large_model_comes_out_in_several_files_with_an_index(saved, tmp_path):
     export = plan_export(saved, "hf", print, shard_bytes=400)
-    write_export(export, tmp_path / "out")
+    written = []
+    write_export(export, tmp_path / "out", written.append)
+    assert (sum(written), len(written)) == (export.nbytes, len(export.tensors)), "what progress is shown of"
     names = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     assert names == [f"model-{n:05d}-of-{len(names):05d}.safetensors" for n in range(1, len(names) + 1)]
     assert len(names) > 2

@@ -73,6 +73,19 @@ def test_what_a_command_works_at_how_fast_and_for_how_long_still(monkeypatch, is
     assert lines == ["first, second: 0:08 so far", f"1 {of} 4 steps, 3.0 a minute, {most}1:00 left: second"]
 
 
+def test_other_work_is_timed_from_its_own_beginning(monkeypatch):
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    at = [0.0]
+    with WorkProgress("runs", lambda: at[0]) as progress:
+        progress.begins("first")
+        at[0] = 100.0
+        progress.begin_anew("ranks")
+        assert progress.line() == "ranks: 0:00 so far"
+        at[0] = 130.0
+        progress.counts(1, 3)
+    assert sys.stderr.getvalue() == "1 of 3 runs, 2.0 a minute, 1:00 left: ranks\n"
+
+
 def test_short_work_says_nothing_where_a_line_stays(monkeypatch):
     monkeypatch.setattr("sys.stderr", io.StringIO())
     with WorkProgress("steps", lambda: 0.0) as progress:

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.startup import median_ratio
+from paceline.bench.startup import median_ratio, progress
 from paceline.bench.step import machine, version
 from paceline.nouns import module_names
 from paceline.nouns.errors import UsageError
@@ -74,7 +74,7 @@ def run_jobs(folder: Path, rounds: int, steps: int, busy: int, tell: Callable[[s
                     rates[setting][library].append(rate)
                     durations[setting][library].append(duration_s)
                     num_done += 1
-                    tell(progress(num_done, num_jobs, time.monotonic() - began_s))
+                    tell(progress("jobs", num_done, num_jobs, time.monotonic() - began_s))
     rows = []
     for setting in SETTINGS:
         rows += [_row(setting, library, rates, durations) for library in LIBRARIES]
@@ -115,12 +115,6 @@ def ratios(rates: Measured) -> dict[str, float]:
                 ratio = median_ratio(by_library["paceline"], by_library[library])
                 result[f"{setting}_over_{library}"] = round(ratio, 4)
     return result
-
-
-def progress(done: int, jobs: int, elapsed_s: float) -> str:
-    """Return a line with the jobs done, and the seconds that the rest takes at this speed."""
-    left_s = elapsed_s / done * (jobs - done)
-    return f"jobs, {done} of {jobs}: {left_s:.0f} s left"
 
 
 def table(result: dict[str, Any]) -> str:

@@ -11,11 +11,13 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from paceline.bench.jobs import last_lines_of
+from paceline.bench.startup import progress
 from paceline.bench.step import machine, version
 from paceline.nouns import module_names
 from paceline.nouns.errors import UsageError
@@ -45,10 +47,11 @@ def run_observe(folder: Path, rounds: int, tell: Callable[[str], None]) -> dict[
         raise UsageError("can't measure the overhead", f"--rounds is {rounds}", "write --rounds 1 or more")
     load_before = os.getloadavg()[0]
     seconds: dict[str, list[float]] = {"with": [], "without": []}
+    began_s = time.monotonic()
     for number in range(rounds):
         for name, blocks in _run_job(folder).items():
             seconds[name] += blocks
-        tell(f"observe, round {number + 1} of {rounds}")
+        tell(progress("observe", number + 1, rounds, time.monotonic() - began_s))
     return {
         "ratios": {"overhead": round(overhead(seconds), 5)},
         "step_s": {name: round(statistics.median(blocks) / STEPS, 6) for name, blocks in seconds.items()},

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bench import published_table
+from paceline.bench.startup import progress
 from paceline.bench.step import machine
 from paceline.nouns import module_names
 from paceline.nouns.errors import UsageError
@@ -73,8 +74,10 @@ def run_planner(folder: Path, device: str, published: Path | None, tell: Tell) -
         _need_a_gpu()
 
     rows = []
+    began_s = time.monotonic()
     for number, cell in enumerate(CELLS):
-        tell(f"planner: {number + 1} of {len(CELLS)}, {cell[0]} under {cell[1]}")
+        what = f"planner: {cell[0]} under {cell[1]}"
+        tell(progress(what, number, len(CELLS), time.monotonic() - began_s))
         rows += check_cell(folder / str(number), cell)
     ratios: dict[str, float | None] = {"cpu_memory_error_max": max(row["error"] for row in rows)}
 
@@ -156,9 +159,11 @@ def _on_gpu(tell: Tell) -> list[dict[str, Any]]:
 
     Each model has a process of its own: the caching allocator keeps what an earlier one reserved.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
+    began_s = time.monotonic()
     for name, batch, length, parts in GPU_CELLS:
-        tell(f"planner: {name}, {batch} x {length}, on the GPU")
+        what = f"planner: {name}, {batch} x {length}, on the GPU"
+        tell(progress(what, len(rows), len(GPU_CELLS), time.monotonic() - began_s))
         arguments = [name, str(batch), str(length), json.dumps(parts)]
         command = [sys.executable, "-m", module_names.PLANNER_GPU, *arguments]
         measured = _last_line(_run(command, f"{name} on the GPU", {}))

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.startup import median_ratio
+from paceline.bench.startup import median_ratio, progress
 from paceline.bench.step import machine, version
 from paceline.nouns import module_names
 from paceline.nouns.errors import UsageError
@@ -56,10 +56,13 @@ def run_restarts(folder: Path, rounds: int, tell: Callable[[str], None]) -> dict
     load_before = os.getloadavg()[0]
     seconds: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
     repeated: dict[str, list[int]] = {name: [] for name in CONTESTANTS}
+    began_s = time.monotonic()
+    num_done = 0
     for number in range(rounds):
         # Forwards and backwards, so that nobody always follows the same neighbour.
         for name in CONTESTANTS if number % 2 == 0 else CONTESTANTS[::-1]:
-            tell(f"restart, round {number + 1} of {rounds}: {name}")
+            tell(progress("restart", num_done, rounds * len(CONTESTANTS), time.monotonic() - began_s))
+            num_done += 1
             place = folder / f"{name}-{number}"
             place.mkdir()
             taken_s, again = _interrupt(name, place)

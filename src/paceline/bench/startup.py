@@ -12,8 +12,15 @@ from pathlib import Path
 
 from paceline.nouns import module_names
 from paceline.nouns.errors import UsageError
+from paceline.run.supervise.progress import duration
 
 _FILE = Path(__file__).with_name("first_step.py")
+
+
+def progress(what: str, done: int, total: int, elapsed_s: float) -> str:
+    """Return a line with what is done, and how long the rest takes at this speed."""
+    left = f": {duration(elapsed_s / done * (total - done))} left" if done else ""
+    return f"{what}, {done} of {total} done{left}"
 
 
 def time_starts(folder: Path, rounds: int, tell: Callable[[str], None]) -> dict[str, list[float]]:
@@ -32,9 +39,12 @@ def time_starts(folder: Path, rounds: int, tell: Callable[[str], None]) -> dict[
         "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *workload],
     }
     seconds: dict[str, list[float]] = {name: [] for name in commands}
+    began_s = time.monotonic()
+    num_done = 0
     for turn in range(rounds + 1):
         for name, command in commands.items():
-            tell(f"start-up, round {turn} of {rounds}: {name}")
+            tell(progress("start-up", num_done, (rounds + 1) * len(commands), time.monotonic() - began_s))
+            num_done += 1
             taken = _time(name, command, mark)
             if turn > 0:
                 seconds[name].append(taken)

@@ -10,13 +10,14 @@ import json
 import os
 import platform
 import statistics
+import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from paceline.bench.pool import Pool
-from paceline.bench.startup import median_ratio, time_starts
+from paceline.bench.startup import median_ratio, progress, time_starts
 from paceline.launch.local import rank_environment
 from paceline.nouns import module_names
 from paceline.nouns.errors import UsageError
@@ -69,9 +70,10 @@ def run_bench(folder: Path, rounds: int, startup_rounds: int, tell: Callable[[st
     # glibc reads its allocator setting as a process starts: DDP without it needs a pool of its own.
     stock_pool = Pool(_SERVED, folder, ["ddp"], _stock_environment())
     seconds: dict[str, list[float]] = {name: [] for name in [*ONE_RANK, *TWO_RANKS, STOCK]}
+    began_s = time.monotonic()
     try:
         for number in range(rounds):
-            tell(f"step, round {number + 1} of {rounds}")
+            tell(progress("step", number, rounds, time.monotonic() - began_s))
             for name, values in _round(names, pool, stock_pool).items():
                 seconds[name].append(statistics.mean(values))
     finally:

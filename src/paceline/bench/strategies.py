@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bench.pool import Pool
-from paceline.bench.startup import median_ratio
+from paceline.bench.startup import median_ratio, progress
 from paceline.bench.step import machine, make_data, version
 from paceline.launch.local import rank_environment
 from paceline.nouns import module_names
@@ -72,7 +72,7 @@ def run_strategies(folder: Path, rounds: int, tell: Callable[[str], None]) -> di
                     losses[name] += answer.losses
             if turn == 0:  # a comparison of different computations must not take hours first
                 differences = check_losses(losses)
-            tell(progress(turn + 1, turns, time.monotonic() - began_s))
+            tell(progress("strategies", turn + 1, turns, time.monotonic() - began_s))
     finally:
         pool.close()
     rows = []
@@ -124,12 +124,6 @@ def check_losses(losses: dict[str, list[float]]) -> dict[str, float]:
             )
         differences[strategy] = max(errors)
     return differences
-
-
-def progress(done: int, turns: int, elapsed_s: float) -> str:
-    """Return a line with the turns done, and the seconds that the rest takes at this speed."""
-    left_s = elapsed_s / done * (turns - done)
-    return f"strategies, turn {done} of {turns}: {left_s:.0f} s left"
 
 
 def table(result: dict[str, Any]) -> str:

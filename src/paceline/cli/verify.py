@@ -22,6 +22,7 @@ from paceline.cli.plan_flags import add_module_argument, add_plan_arguments, pla
 from paceline.launch.plan_choice import choose_plan
 from paceline.launch.workload_file import read_workload_file
 from paceline.nouns.errors import UsageError
+from paceline.run.supervise.progress import WorkProgress
 from paceline.verify.loops import prove_loop
 from paceline.verify.prove import STEPS, USUAL, WHAT, VerifyRequest, as_json, check_what, prove
 
@@ -69,7 +70,14 @@ def run(arguments: argparse.Namespace) -> int:
     )
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that folders and children go
     verify = prove_loop if file.is_loop else prove
-    verdict = verify(request, lambda text: print(text, file=sys.stderr, flush=True))
+    with WorkProgress("runs") as progress:
+        progress.is_most = file.is_loop  # the last is left out where nothing is drawn
+
+        def say(text: str) -> None:
+            progress.screen.say(text)
+            progress.begin_anew("ranks take the steps")
+
+        verdict = verify(request, say, progress.counts)
     if arguments.json:
         print(json.dumps(as_json(verdict, request), allow_nan=False))
     else:

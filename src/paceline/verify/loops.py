@@ -34,12 +34,13 @@ from paceline.verify.judge.compare import (
 )
 from paceline.verify.judge.verdict import FirstDifference, Verdict
 from paceline.verify.processes import LOOP_RANK, WorldResult, one_import, run_world, write_settings
-from paceline.verify.prove import USUAL, VerifyRequest, check_plan, check_was_not_killed
+from paceline.verify.prove import USUAL, VerifyRequest, Waits, check_plan, check_was_not_killed
 
 # Where rounding can't be measured. Float64 rounds by 2e-16; a step's sums and Adam's division by small roots carry that
 # some digits up. A wrong weight of a batch changes the first digits.
 BOUND = 1e-8
 _CHAOTIC = 1e-6  # what one rounding may change of a loss: a bug could not be told from more
+_RUNS = ("ranks", "alone", "noisy", "draws")  # of the file, in this order
 _SCALARS = ("losses", "weights", "norms")
 _CAUSES = (
     "the loss is no mean over the samples that are its weight, or the loop draws by itself, as torch.randn does, which "
@@ -47,8 +48,17 @@ _CAUSES = (
 )
 
 
-def prove_loop(request: VerifyRequest, say: Callable[[str], None] = lambda text: None) -> Verdict:
+def prove_loop(
+    request: VerifyRequest,
+    say: Callable[[str], None] = lambda text: None,
+    waits: Waits = lambda done, total: None,
+) -> Verdict:
     """Verify a loop.
+
+    Args:
+        request: the plan, the file and the checks.
+        say: told what is begun.
+        waits: told meanwhile how many runs of the file are done, and of how many.
 
     Raises:
         WorkloadError, PlanError: it can't be verified, or not trained so.
@@ -69,8 +79,8 @@ def prove_loop(request: VerifyRequest, say: Callable[[str], None] = lambda text:
         folder.mkdir(parents=True, exist_ok=True)
         ranks = request.plan.world_size
         say(f"{request.plan.line()}: {request.steps} steps on {ranks} ranks, and in one process")
-        world = _run(start, request, folder, "ranks", request.plan)
-        alone = _run(start, request, folder, "alone", Plan(mesh="replicate=1"))
+        world = _run(start, request, folder, "ranks", request.plan, waits)
+        alone = _run(start, request, folder, "alone", Plan(mesh="replicate=1"), waits)
         if not alone.is_done:
             if (own := alone.own_failure()) is not None:
                 raise own
@@ -81,19 +91,19 @@ def prove_loop(request: VerifyRequest, say: Callable[[str], None] = lambda text:
             verdict.add("run", False, f"one process takes the steps, the ranks fail: {world.first_failure()}")
         else:
             noisy = _world(
-                start, request, folder, "noisy", Plan(mesh="replicate=1")
+                start, request, folder, "noisy", Plan(mesh="replicate=1"), waits
             )  # may fail: what is measured is missing
             compare(verdict, folder, ranks, noisy.is_done)
             if verdict.is_step_right and read_ranks(folder, "alone", 1)[0].facts["has_draws"]:
-                drawing = _run(start, request, folder, "draws", request.plan)
+                drawing = _run(start, request, folder, "draws", request.plan, waits)
                 check_draws(verdict, folder, ranks, "" if drawing.is_done else drawing.first_failure())
     verdict.seconds = time.monotonic() - began_s
     return verdict
 
 
-def _run(start: Start, request: VerifyRequest, folder: Path, name: str, plan: Plan) -> WorldResult:
+def _run(start: Start, request: VerifyRequest, folder: Path, name: str, plan: Plan, waits: Waits) -> WorldResult:
     """Run the file, and raise its refusal if that is how it ends."""
-    world = _world(start, request, folder, name, plan)
+    world = _world(start, request, folder, name, plan, waits)
     refusal = world.refusal()
     if refusal is not None and not world.hang.has_hung:
         raise refusal
@@ -106,7 +116,7 @@ def options_of(run: str) -> dict[str, Any]:
     return {"is_noisy": run == "noisy", "draws": run == "draws"}
 
 
-def _world(start: Start, request: VerifyRequest, folder: Path, name: str, plan: Plan) -> WorldResult:
+def _world(start: Start, request: VerifyRequest, folder: Path, name: str, plan: Plan, waits: Waits) -> WorldResult:
     settings = write_settings(
         folder,
         name,
@@ -117,7 +127,10 @@ def _world(start: Start, request: VerifyRequest, folder: Path, name: str, plan: 
         plan=asdict(plan),
         data_parts=Mesh.parse(request.plan.mesh).data_size,  # in one process too: its batches are as large
     )
-    return run_world(start, folder, settings, plan.world_size, request.preload, LOOP_RANK)
+    done = _RUNS.index(name)
+    return run_world(
+        start, folder, settings, plan.world_size, request.preload, lambda: waits(done, len(_RUNS)), LOOP_RANK
+    )
 
 
 def _read(folder: Path, run: str, ranks: int) -> list[RankResult]:

@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,19 +137,30 @@ def finish_child(child: Child, folder: Path, what: str) -> None:
         raise WorkloadError(f"{what} should end", found, fix)
 
 
-def run_world(
-    start: Start, folder: Path, settings: Path, ranks: int, preload: Sequence[str], script: Path = WORKLOAD_RANK
+def run_world(  # noqa: PLR0913 (each is another fact of the ranks)
+    start: Start,
+    folder: Path,
+    settings: Path,
+    ranks: int,
+    preload: Sequence[str],
+    waits: Callable[[], None],
+    script: Path = WORKLOAD_RANK,
 ) -> WorldResult:
-    """Start ranks of a script and wait for their end, or until they hang."""
+    """Start ranks of a script and wait for their end, or until they hang; `waits` is called meanwhile."""
     run_dir = folder / f"{settings.stem}-run"
     (run_dir / "failures").mkdir(parents=True)
     # Heartbeats of the ranks before stand still: HangWatch would take them for ranks that wait.
     for old in folder.glob("beat-*.json"):
         old.unlink()
     hang = HangWatch(folder, ranks)
+
+    def is_hung() -> bool:
+        waits()
+        return hang()
+
     with (run_dir / "output.txt").open("w") as output:
         request = JobRequest(script, [str(settings)], ranks, run_dir, preload=(*_PRELOAD, *preload), start=start)
-        supervisor = Supervisor(request, Screen(output, output), is_hung=hang)
+        supervisor = Supervisor(request, Screen(output, output), is_hung=is_hung)
         try:
             ending, _ = supervisor.run()
         finally:

@@ -34,6 +34,7 @@ from paceline.verify.processes import WorldResult, finish_child, one_import, run
 
 WHAT = ("order", "step", "traffic", "resume", "reshard")
 USUAL = ("order", "step", "traffic")
+Waits = Callable[[int, int], None]
 STEPS = 3  # the third is the first that finds the inbox of a sum filled before
 
 
@@ -55,12 +56,17 @@ class VerifyRequest:
         return {"script": str(self.script), "arguments": list(self.arguments), "module": self.module}
 
 
-def prove(request: VerifyRequest, say: Callable[[str], None] = lambda text: None) -> Verdict:
+def prove(
+    request: VerifyRequest,
+    say: Callable[[str], None] = lambda text: None,
+    waits: Waits = lambda done, total: None,
+) -> Verdict:
     """Verify a plan on a user's workload.
 
     Args:
         request: the plan, the workload file and the checks.
-        say: shows progress.
+        say: told what is begun.
+        waits: told meanwhile how many of the ranks' runs are done, and of how many.
 
     Raises:
         WorkloadError, PlanError: it can't be verified, or not trained so.
@@ -74,17 +80,20 @@ def prove(request: VerifyRequest, say: Callable[[str], None] = lambda text: None
             raise WorkloadError(
                 f"the folder {folder} for what the processes write", "it is not empty", "name a new one"
             )
-        verdict = _Proof(request, folder, say, start).run()
+        verdict = _Proof(request, folder, say, waits, start).run()
     verdict.seconds = time.monotonic() - began_s
     return verdict
 
 
 class _Proof:
-    def __init__(self, request: VerifyRequest, folder: Path, say: Callable[[str], None], start: Start) -> None:
+    def __init__(
+        self, request: VerifyRequest, folder: Path, say: Callable[[str], None], waits: Waits, start: Start
+    ) -> None:
         self.request = request
         self.start = start
         self.folder = folder
         self.say = say
+        self.waits = waits
         self.plan = request.plan
         self.mesh = Mesh.parse(request.plan.mesh)
         self.verdict = Verdict(request.plan.line())
@@ -154,7 +163,12 @@ class _Proof:
 
     def _ranks(self, name: str, plan: Plan, runs: list[dict[str, Any]]) -> WorldResult:
         settings = self._settings(name, runs=runs)
-        return run_world(self.start, self.folder, settings, plan.world_size, self.request.preload)
+
+        def waits() -> None:
+            done = sum((self.folder / f"{run['name']}-0.json").exists() for run in runs)
+            self.waits(done, len(runs))
+
+        return run_world(self.start, self.folder, settings, plan.world_size, self.request.preload, waits)
 
     def _settings(self, name: str, **more: Any) -> Path:
         return write_settings(self.folder, name, **self.request.program(), **more)

@@ -184,9 +184,10 @@ class Screen:
     def show_progress(self, line: str, now_s: float) -> None:
         """Redraw the progress line, or print it now and then."""
         if self.is_live:
-            self._clear()
-            self.shown = line
-            self._draw()
+            if line != self.shown:
+                self._clear()
+                self.shown = line
+                self._draw()
         elif now_s - self.printed_at_s >= self.every_s and line != self.shown:
             self.shown = line
             self.printed_at_s = now_s
@@ -268,6 +269,17 @@ class WorkProgress:
         """Count a part as done, as one unit."""
         self.parts.pop(number, None)
         self.adds(1)
+
+    def begin_anew(self, part: str) -> None:
+        """Begin other work, of which nothing is done."""
+        self.began_s = self.now_s()
+        self.num_done = 0.0
+        self.parts = {0: part}
+
+    def counts(self, done: int, total: int) -> None:
+        """Say how many units are done, and of how many."""
+        self.num_done, self.total = done, total
+        self.shows()
 
     def adds(self, units: float) -> None:
         """Count units as done."""
