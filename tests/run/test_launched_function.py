@@ -5,10 +5,13 @@ from __future__ import annotations
 import enum
 import math
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 import paceline
+from paceline.checkpoint.export import plan_export
 from paceline.nouns.errors import MeshError, PlanError, ReadError, UsageError
 from paceline.run.plain_values import read_value, write_value
 from paceline.run.sent_function import Sent, pack
@@ -167,6 +171,8 @@ NOT_PLAIN = {
     "a model": (torch.nn.Linear(1, 1), "Linear"),
     "inside": ({"a": [1, {2, 3}]}, "{2, 3}"),
     "objects": (np.array([object()]), "array"),
+    "a sparse tensor": (torch.eye(2).to_sparse(), "its layout is torch.sparse_coo"),
+    "a tensor without values": (torch.ones(2, device="meta"), "it is on the device meta"),
 }
 
 
@@ -175,7 +181,7 @@ def test_what_is_not_plain_is_refused(case, tmp_path):
     value, said = NOT_PLAIN[case]
     with pytest.raises(UsageError) as caught:
         write_value(tmp_path / "a", value, "train")
-    assert "train should return plain data" in str(caught.value)
+    assert caught.value.asked in ("train should return plain data", "train should return dense tensors")
     assert said in caught.value.found
 
 
@@ -363,10 +369,60 @@ def test_a_rank_that_fails_is_told_once(case, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_rank_0_returns_must_be_plain(tmp_path):
-    done = run_file(tmp_path, "paceline.launch(lambda: Net(), ranks=2)")
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_rank_0_returns_must_be_plain_and_its_training_is_not_lost(kept, tmp_path):
+    more = "def train_only(epochs):\n    train(epochs)\n    return Net()\n"
+    place = ", run_dir='kept'" if kept else ""
+    (tmp_path / "plain.py").write_text(FILE.format(more=more, call=f"paceline.launch(train_only, 1, ranks=2{place})"))
+    done = subprocess.run(
+        [sys.executable, "plain.py"], cwd=tmp_path, capture_output=True, text=True, env=marked(tmp_path, {})
+    )
     assert done.returncode == 1
-    assert "<lambda> should return plain data\n  found: it returned Net(" in done.stderr
+    assert "train_only should return plain data\n  found: it returned Net(" in done.stderr
+    assert "fix: return its weights, on every rank: job.whole_model().state_dict()" in done.stderr
+    if kept:
+        (saved,) = tmp_path.glob("kept/checkpoints/step-*")
+    else:
+        (saved,) = tmp_path.glob("tmp/paceline-job-*/step-*")
+        assert f"step 5 is saved in {saved}" in done.stdout + done.stderr
+    assert saved.name == "step-00000005"
+    assert plan_export(saved, "safetensors", print).step == 5
+    shutil.rmtree(saved.parent)
+    assert wait_for(lambda: not leftovers(tmp_path)), leftovers(tmp_path)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "notebooks.md"
+AROUND = """
+import torch
+import paceline
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+inputs = torch.randn(128, 20).double()
+labels = inputs[:, :5].argmax(dim=1)
+
+def Classifier():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(20, 8), torch.nn.ReLU(), torch.nn.Linear(8, 5)).double()
+"""
+
+
+@pytest.mark.slow
+def test_the_pages_example_gives_whole_weights_under_every_plan(tmp_path):
+    (example,) = re.findall(r"```python\n(def train.+?)```", PAGE.read_text(), re.DOTALL)
+    others = """
+for plan in ("replicate=2", "shard=2,zero=1", "shard=2", "tensor=2"):
+    found = paceline.launch(train, 4, plan=plan)
+    assert found.keys() == weights.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-9, atol=1e-9)
+"""
+    one = example.replace("ranks=2", "ranks=1")
+    (tmp_path / "page.py").write_text(AROUND + one + others)
+    env = marked(tmp_path, {})
+    done = subprocess.run([sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

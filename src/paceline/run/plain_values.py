@@ -20,6 +20,39 @@ RETURNED = "returned.safetensors"  # in a run directory: what rank 0 returned
 _KEY = "value"  # of the metadata
 _PLAIN = (str, int, float)  # and bool, which is an int
 _FIX = "return None, numbers, texts, bytes, lists, tuples, dicts, tensors or arrays; write others to a file"
+_FIX_MODEL = (
+    "return its weights, on every rank: job.whole_model().state_dict(), or in a loop of your own model.state_dict() "
+    "inside `with job.gathered():`"
+)
+
+
+def check_value(value: Any, who: str) -> tuple[str, dict[str, Any]]:
+    """Return plain data as JSON and the tensors in it.
+
+    Args:
+        value: what it is.
+        who: returned it.
+
+    Raises:
+        UsageError: it is not plain.
+    """
+    from paceline.comm.dense import fault_of
+
+    tensors: dict[str, Any] = {}
+    try:
+        text = json.dumps(_encoded(value, tensors))
+    except _NotPlainError as error:
+        (part,) = error.args
+        found = f"it returned {shown(part)}"
+        raise UsageError(f"{who} should return plain data", found, _FIX_MODEL if _is_model(part) else _FIX) from None
+    except (RecursionError, ValueError) as error:
+        raise UsageError(f"can't hand on what {who} returned", reason_of(error), _FIX) from None
+    for tensor in tensors.values():
+        fault = fault_of(tensor)
+        if fault is not None:
+            fix = fault[1].replace("hand in", "return")
+            raise UsageError(f"{who} should return dense tensors", f"of one that it returned: {fault[0]}", fix)
+    return text, tensors
 
 
 def write_value(path: Path, value: Any, who: str) -> None:
@@ -35,13 +68,12 @@ def write_value(path: Path, value: Any, who: str) -> None:
     """
     from safetensors.torch import save_file
 
-    tensors: dict[str, Any] = {}
+    text, tensors = check_value(value, who)
+    # Clones: a file's tensors share no memory.
+    content = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
     try:
-        text = json.dumps(_encoded(value, tensors))
-        save_file(tensors, path, {_KEY: text})
-    except _NotPlainError as error:
-        raise UsageError(f"{who} should return plain data", f"it returned {error.args[0]}", _FIX) from None
-    except (RecursionError, ValueError, OSError) as error:
+        save_file(content, path, {_KEY: text})
+    except (KeyError, ValueError, OSError) as error:
         raise UsageError(f"can't hand on what {who} returned", reason_of(error), _FIX) from None
 
 
@@ -65,7 +97,13 @@ def read_value(path: Path) -> Any:
 
 
 class _NotPlainError(Exception):
-    """Something is no plain data."""
+    """Something is no plain data: what it is."""
+
+
+def _is_model(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.nn.Module)
 
 
 def _encoded(value: Any, tensors: dict[str, Any]) -> Any:
@@ -78,7 +116,7 @@ def _encoded(value: Any, tensors: dict[str, Any]) -> Any:
         return value
     if isinstance(value, torch.Tensor):
         name = str(len(tensors))
-        tensors[name] = value.detach().cpu().clone().contiguous()  # a file's tensors share no memory
+        tensors[name] = value
         return {"tensor": name}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         name = str(len(tensors))
@@ -93,7 +131,7 @@ def _encoded(value: Any, tensors: dict[str, Any]) -> Any:
     for kind in (bool, *_PLAIN):  # a class of the user's own, such as an enumeration of integers
         if isinstance(value, kind):
             return kind(value)
-    raise _NotPlainError(shown(value))
+    raise _NotPlainError(value)
 
 
 def _decoded(value: Any, tensors: dict[str, Any]) -> Any:

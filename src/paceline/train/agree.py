@@ -12,7 +12,32 @@ import torch
 
 from paceline.checkpoint.manifest import MANIFEST, REPLACED, list_checkpoints, step_of
 from paceline.comm.collectives import AxisComm
-from paceline.nouns.errors import CheckpointError, WorkloadError
+from paceline.nouns.errors import CheckpointError, PeerLostError, WorkloadError
+
+
+class FailedTogetherError(PeerLostError):
+    """Another rank has failed in a call that all ranks make, and all of them leave it."""
+
+
+def fail_together(call: str, error: Exception | None, comm: AxisComm) -> None:
+    """Raise this rank's error, or one that names the first rank that has one: none waits for it. Collective.
+
+    Args:
+        call: that all ranks make.
+        error: this rank's; None: it has none.
+        comm: the ranks; where this comes after what each does by itself.
+
+    Raises:
+        FailedTogetherError: another rank has failed.
+    """
+    rows = comm.aside().all_gather(torch.tensor([int(error is not None)]))
+    if error is not None:
+        raise error
+    for rank, row in zip(comm.peers, rows, strict=True):
+        if int(row):
+            raise FailedTogetherError(
+                f"{call} should be done by all ranks", f"rank {rank} has failed in it", "look at that rank's error"
+            )
 
 
 def check_same_model_everywhere(model: torch.nn.Module, comm: AxisComm) -> None:

@@ -19,6 +19,7 @@ from paceline.nouns.errors import LossError, UsageError, WorkloadError
 from paceline.nouns.parts import shown
 from paceline.parallel.apply import Parallel
 from paceline.parallel.micro_batches import checked_loss
+from paceline.train.agree import fail_together
 from paceline.train.data import Batch
 
 _DTYPES = (
@@ -42,7 +43,12 @@ Score = Callable[[Any, Any], dict[str, tuple[Any, Any]]]
 
 
 def evaluate(
-    parallel: Parallel, batches: Iterable[Batch], score: Score, comm: AxisComm, metrics: Any = None
+    parallel: Parallel,
+    batches: Iterable[Batch],
+    score: Score,
+    comm: AxisComm,
+    metrics: Any = None,
+    is_apart: bool = False,
 ) -> dict[str, float]:
     """Return the global ratio of every name that `score` returns; NaN where nothing counted.
 
@@ -52,8 +58,10 @@ def evaluate(
         score: `score(model, batch)`, a dict of (sum, weight).
         comm: the axis over which the data is split.
         metrics: the torchmetrics object that `score` updates, if any.
+        is_apart: ranks compute without each other, so that the others are told where one fails.
 
     Raises:
+        FailedTogetherError: another rank has failed.
         WorkloadError: `score` returned no dict, or the ranks' dicts have different names.
     """
     totals: dict[str, torch.Tensor] = {}  # (sum, weight) by name, on the device: no micro-batch is waited for
@@ -61,6 +69,7 @@ def evaluate(
     # Of each module: a frozen part may be in evaluation mode while the rest is trained.
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
+    failure = None
     try:
         with torch.no_grad():
             for batch in batches:
@@ -72,9 +81,15 @@ def evaluate(
                     if is_own:
                         _add(scores, totals, parallel.device)
                     _put_back(kept)
+    except Exception as error:
+        if not is_apart:
+            raise
+        failure = error
     finally:
         for module, was_training in modes:
             module.training = was_training
+    if is_apart:
+        fail_together("job.evaluate", failure, comm)
     # A rank without samples has no names, but must take part in the sum below with the others' rows.
     names = _names_everywhere(sorted(totals), comm)
     zero = torch.zeros(2, dtype=torch.float64, device=parallel.device)

@@ -24,6 +24,7 @@ from torch import nn
 from paceline.comm.collectives import AxisComm
 from paceline.nouns.decoding import Decoding
 from paceline.nouns.errors import WorkloadError
+from paceline.train.agree import fail_together
 
 Evaluate = Callable[[str, Any, Any], Any]
 Rows = dict[int, torch.Tensor]  # by number: the prompts, or what is made of them
@@ -57,14 +58,22 @@ def generate(prompts: Rows, decoding: Decoding, step: Step, ranks: Ranks) -> lis
         ranks: who does what.
     """
     made: Rows = {}
-    for group in step.groups(prompts):
-        own = group[ranks.part :: ranks.parts]
-        if not own and ranks.together is None:
-            continue
-        # A rank without a row of the group computes along with the first.
-        rows = {row: prompts[row] for row in own or group[:1]}
-        found = _continue(rows, decoding, step, ranks)
-        made.update({row: found[row] for row in own})
+    failure = None
+    try:
+        for group in step.groups(prompts):
+            own = group[ranks.part :: ranks.parts]
+            if not own and ranks.together is None:
+                continue
+            # A rank without a row of the group computes along with the first.
+            rows = {row: prompts[row] for row in own or group[:1]}
+            found = _continue(rows, decoding, step, ranks)
+            made.update({row: found[row] for row in own})
+    except Exception as error:
+        if ranks.together is not None:  # the others fail too, or wait for this rank elsewhere
+            raise
+        failure = error
+    if ranks.together is None:
+        fail_together("job.generate", failure, ranks.world)
     return _of_all(made, len(prompts), ranks)
 
 

@@ -23,7 +23,14 @@ from paceline.comm import api
 from paceline.comm.step_times import CHECKPOINT, EVALUATION, Timed, timed_data
 from paceline.nouns import arguments
 from paceline.nouns.clock import Clock, WallClock
-from paceline.nouns.errors import CheckpointError, CollectiveError, PacelineError, UsageError, WorkloadError
+from paceline.nouns.errors import (
+    CheckpointError,
+    CollectiveError,
+    PacelineError,
+    PeerLostError,
+    UsageError,
+    WorkloadError,
+)
 from paceline.nouns.mesh import AXES, Mesh
 from paceline.nouns.parts import shown
 from paceline.nouns.plan import Plan
@@ -33,9 +40,9 @@ from paceline.nouns.workload import Workload
 from paceline.parallel.apply import RankPlace
 from paceline.parallel.model_adapter import ModelAdapter
 from paceline.parallel.optimizer_parts import groups_of
+from paceline.train import after_failure, last_checkpoint, log, prepare, schedulers, snapshot
 from paceline.train import evaluate as evaluation
-from paceline.train import last_checkpoint, log, prepare, schedulers, snapshot
-from paceline.train.agree import check_same_data_everywhere
+from paceline.train.agree import FailedTogetherError, check_same_data_everywhere
 from paceline.train.assemble import Assembly
 from paceline.train.average import Average
 from paceline.train.before_update import BeforeUpdate
@@ -46,7 +53,7 @@ from paceline.train.collective_steps import CollectiveSteps
 from paceline.train.count_memory import count_memory
 from paceline.train.data import Batch, no_data, open_data
 from paceline.train.device_batches import moved
-from paceline.train.events import VERSION, open_events, peak_memory_bytes, restart_fact
+from paceline.train.events import FOLDER, VERSION, open_events, peak_memory_bytes, restart_fact
 from paceline.train.first_step import FirstStep, finish_pending
 from paceline.train.generate_job import generate_with, whole_model
 from paceline.train.kept import SETTINGS, KeptObjects
@@ -194,6 +201,7 @@ class Job:
     first_step: FirstStep
     best: Best | None = None  # of `save_best`
     closed_step: int | None
+    is_closing: bool = False
     has_taken: bool = False  # the loop has taken batches of the job
 
     def __init__(self, workload: Workload, plan: Plan, clock: Clock | None = None) -> None:
@@ -500,7 +508,8 @@ class Job:
         prepare.check_can_score(self.parallel.placed, metrics)
         with autocast(self.workload.precision, self.device.type):
             batches = loader.evaluation()
-            result: dict[str, Any] = evaluation.evaluate(self.parallel, batches, score, self.comm, metrics)
+            is_apart = self.plan.strategy == "collectives" and self.mesh.size("replicate") == self.size
+            result: dict[str, Any] = evaluation.evaluate(self.parallel, batches, score, self.comm, metrics, is_apart)
         self.events.write({"event": "evaluation", "step": self.step_number, **result})
         if metrics is not None:
             result["metrics"] = evaluation.reduce_metric(metrics, self.comm)
@@ -1029,12 +1038,13 @@ class Job:
         arguments.flag("job.close", "save", save)
         if self.closed_step is not None:
             return  # by the file itself; the worker closes what is open at the file's end
-        self._settle()
-        self.first_step.poll(self, waits=True)
-        self.finish_save()
-        if save and self.run_dir is not None:
+        self.is_closing = True
+        is_saved = save and self.run_dir is not None
+        if is_saved:
             self._check_has_trained()
             self.board.meet(CLOSE, self.step_number)
+        self.finish_last_step()
+        if is_saved:
             last_checkpoint.save_last_step(self)
             finish_copies(self)
         else:
@@ -1050,6 +1060,24 @@ class Job:
         self.parallel.close()
         for of_run in _run_jobs:
             of_run.forget(self)
+        _launched_job.clear()
+
+    def finish_last_step(self) -> None:
+        """End the last step, with what is compared and written beside it. Collective."""
+        self._settle()
+        self.first_step.poll(self, waits=True)
+        self.finish_save()
+
+    @property
+    def is_at_step(self) -> bool:
+        """True if nothing is left to do of the last step, so that a job can go on from a checkpoint of now."""
+        # What the loop does after a step that is saved late belongs to it, but for the last step of all.
+        return not self.is_stepping and (self.late is None or self.step_number == self.total_steps)
+
+    @property
+    def may_be_done(self) -> bool:
+        """True if the last step may be that of the whole training."""
+        return not self.is_stepping and self.step_number == self.total_steps
 
     def _settle(self) -> None:
         """Do nothing: a step has ended when `step` returns."""
@@ -1057,7 +1085,7 @@ class Job:
     def _check_has_trained(self) -> None:
         """Raise UsageError if the file has taken no step, and has neither gone on with a job nor done anything else."""
         is_apart = self.plan.strategy == "servers"  # the other workers may have taken all
-        if self.last is not None or is_apart or self._is_asked_to_stop():
+        if self.step_number != self.loaded_step or self.last is not None or is_apart or self._is_asked_to_stop():
             return
         found = "the file ended, and its loop was not entered"
         if self.has_taken or self.board.begun:
@@ -1126,6 +1154,7 @@ class Job:
         self.times_file = TimesFile(self.run_dir, self.rank)  # before others ask the newest job for it
         self.profiler = StepProfiler(self.run_dir, self.rank, os.environ, partial(self.notice, everywhere=True))
         _newest_job[:] = [weakref.ref(self)]
+        _launched_job[:] = [self] if FOLDER in os.environ else []
         self.board = StepBoard(self.steps.board_place)
         self.writer = CheckpointWriter(*self.steps.writer_place, self._report_save)
         self.pictures = Pictures(self.run_dir)
@@ -1380,6 +1409,8 @@ class _RunJob:
 _run_jobs: list[_RunJob] = []  # one for each run directory
 # One, or none yet. Not held: a loop that makes one job after another would keep two models in memory.
 _newest_job: list[weakref.ref[Job]] = []
+# Of a function of `paceline.launch` without a run directory: what it returns may be found to be none that can be sent.
+_launched_job: list[Job] = []
 
 
 def check_is_first(run_dir: Path | None) -> None:
@@ -1388,6 +1419,7 @@ def check_is_first(run_dir: Path | None) -> None:
     Where there is no run directory, jobs share nothing, and there may be several. One that has ended still counts:
     `--resume` would load its checkpoints into the second, or those of the second into it.
     """
+    _launched_job.clear()
     for job in _run_jobs:
         if job.run_dir == run_dir:
             raise UsageError(
@@ -1423,6 +1455,24 @@ def current_step() -> int | None:
     if job is None or not job.is_stepping:
         return None
     return job.step_number + 1
+
+
+def save_after_failure(error: BaseException) -> None:
+    """Save the last step of this process's newest job, which the file has left by an error, if that can be done.
+
+    Args:
+        error: that of the file. Where ranks have come apart, or one has gone, nothing is saved.
+    """
+    job = newest()
+    if job is None or job.process != os.getpid() or job.is_closing or _is_of_others(error):
+        return
+    if isinstance(error, Exception | SystemExit):
+        after_failure.save_after_failure(job)
+
+
+def _is_of_others(error: BaseException) -> bool:
+    """True where ranks have come apart, or one has gone, so that they can't save together."""
+    return isinstance(error, CollectiveError | PeerLostError) and not isinstance(error, FailedTogetherError)
 
 
 def close_open_jobs() -> None:

@@ -137,7 +137,7 @@ def save_last_step(job: Job) -> None:
         time.sleep(RETRY_AFTER_S)
         failure = job.write_checkpoint(folder, job.plan.keep)
     if failure is not None:
-        raise _not_saved(job, folder, failure, _save_elsewhere(job))
+        raise _not_saved(job, folder, failure, save_elsewhere(job))
     job.saved_step = job.step_number
 
 
@@ -245,14 +245,14 @@ def _is_saved(job: Job) -> bool:
     return not int(flag)
 
 
-def _save_elsewhere(job: Job) -> Path | None:
+def save_elsewhere(job: Job) -> Path | None:
     """Save to the run directory itself, or to the folder for temporary files; return the checkpoint, or None."""
-    assert job.run_dir is not None
+    name = "job" if job.run_dir is None else job.run_dir.name
     for parent in temporary_folders(job):
-        folder = new_folder(job.world, parent, f"paceline-{job.run_dir.name}-")
+        folder = new_folder(job.world, parent, f"paceline-{name}-")
         if folder is None:
             continue
-        checkpoint = folder / job.checkpoint_folder().name
+        checkpoint = folder / folder_name(job.step_number)
         failure = job.write_checkpoint(checkpoint)
         if failure is None:
             return checkpoint

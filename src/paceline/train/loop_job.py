@@ -770,6 +770,21 @@ class LoopJob(Job):
             "write job.evaluate(data, score), where score(model, batch) returns a dict of (sum, weight)",
         )
 
+    @property
+    def is_at_step(self) -> bool:
+        """True if nothing is left to do of the last step, so that a job can go on from a checkpoint of now."""
+        if self.cut is not None and self.cut.passes is not None and self.cut.number >= self.cut.passes:
+            return not self.is_stepping
+        return super().is_at_step and not self.is_updated
+
+    @property
+    def may_be_done(self) -> bool:
+        """True if the last step may be that of the whole training: without `epochs`, at the end of any pass."""
+        if self.cut is None:
+            return not self.is_stepping
+        is_last = self.cut.passes is None or self.cut.number >= self.cut.passes
+        return not self.is_stepping and self.part is None and is_last
+
     def settle(self) -> None:
         """End the step that is under way, and leave its checkpoint until the loop goes on. Collective.
 

@@ -17,8 +17,10 @@ from paceline.comm.process_group import RankInfo
 from paceline.nouns.errors import CollectiveError
 
 CLOSE = "job.close, or the end of the file"
+FAILED = "the end of its file, by an error"
 CALLS = (
     CLOSE,
+    FAILED,
     "job.save",
     "job.load",
     "job.evaluate",
@@ -27,6 +29,7 @@ CALLS = (
     "job.whole_model",
     "job.log",
 )
+_ENDS = (CLOSE, FAILED)
 WAIT_S = 5.0  # then the collective itself waits: a rank may be late, or gone
 _POLL_S = 0.002
 # Steps begun; collectives begun within them by a loop of one's own; 16 times the number of the call, plus its index in
@@ -91,6 +94,30 @@ class StepBoard:
             waits_for = [rank for rank in waits_for if not self._is_here(rank, call, step)]
             time.sleep(_POLL_S if waits_for else 0)
 
+    def meet_after_failure(self) -> set[str] | None:
+        """Wait for all ranks to be at their end, by an error as this one or without, for a few seconds at most.
+
+        Returns:
+            The calls at which the other ranks are: CLOSE, FAILED or both. None: not all are at their end, or nobody
+            knows, as where ranks are on several hosts.
+        """
+        if self.size == 1:
+            return set()
+        if self.memory is None:
+            return None
+        self.calls += 1
+        self.call = CALLS.index(FAILED)
+        self._write()
+        deadline_s = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline_s:
+            others = [self._read(rank) for rank in range(self.size) if rank != self.rank]
+            if any(begun > self.begun for begun, *_ in others):
+                return None  # in the next step, which waits for this rank
+            if all(begun == self.begun and calls and call in _ENDS for begun, _, calls, call in others):
+                return {call for *_, call in others}
+            time.sleep(_POLL_S)
+        return None
+
     def close(self) -> None:
         """Let go of the memory."""
         if self.memory is not None:
@@ -104,17 +131,24 @@ class StepBoard:
             number = self.calls * _CALLS_PER_SLOT + self.call
             _SLOT.pack_into(self.memory, self.rank * _SLOT.size, self.begun, self.collectives, number)
 
-    def _is_here(self, rank: int, call: str, step: int) -> bool:
+    def _read(self, rank: int) -> tuple[int, int, int, str]:
+        """Return what a rank has written: steps, collectives and calls begun, and the last call."""
         assert self.memory is not None
         begun, collectives, number = _SLOT.unpack_from(self.memory, rank * _SLOT.size)
         calls, index = divmod(number, _CALLS_PER_SLOT)
+        return begun, collectives, calls, CALLS[index]
+
+    def _is_here(self, rank: int, call: str, step: int) -> bool:
+        begun, collectives, calls, other = self._read(rank)
+        if call == CLOSE and other == FAILED and begun == self.begun:
+            return True  # it saves the last step with this one, and fails then
         # It made this call less often and is steps ahead: it will never come here.
         if calls < self.calls and begun > self.begun:
             raise self._apart(call, rank, f"is in step {step + begun - self.begun}", step)
         if calls < self.calls and collectives > self.collectives:
             raise self._apart(call, rank, f"has gone on with step {step} or the next", step)
-        if calls == self.calls and CALLS[index] != call:
-            raise self._apart(call, rank, f"is at {CALLS[index]}", step)
+        if calls == self.calls and other != call:
+            raise self._apart(call, rank, f"is at {other}", step)
         return bool(calls >= self.calls)
 
     def _apart(self, call: str, rank: int, found: str, step: int) -> CollectiveError:

@@ -13,7 +13,7 @@ from paceline.launch.orphans import die_with_parent
 from paceline.launch.process_exit import exit_process
 from paceline.nouns.errors import PacelineError
 from paceline.nouns.reading import read_text
-from paceline.run.plain_values import RETURNED, write_value
+from paceline.run.plain_values import RETURNED, check_value, write_value
 from paceline.run.rank.watchdog import begin_watching
 from paceline.run.rank.worker import failed
 from paceline.run.sent_function import Sent, name_of
@@ -54,6 +54,7 @@ def _call(descriptor: int, run_dir: Path) -> None:
         value = function(*arguments)
     except jobs.Stopped:
         return
+    check_value(value, name_of(function))  # while its job is open: after an error its last step is saved
     jobs.close_open_jobs()  # writes the last checkpoint, so a rank that can't has failed
     if os.environ.get("PACELINE_RANK") == "0":
         write_value(run_dir / RETURNED, value, name_of(function))

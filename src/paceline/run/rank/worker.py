@@ -115,6 +115,7 @@ def failed(error: BaseException, run_dir: Path | None = None) -> int:
         if SUPERVISED in os.environ:
             text = f"{UNWRITTEN}{json.dumps(failure)}"
         print(text, file=sys.stderr, flush=True)
+    jobs.save_after_failure(error)  # now that the cause is on the disk: another rank may end before this one
     return int(failure["exit_code"])
 
 
