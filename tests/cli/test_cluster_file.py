@@ -176,7 +176,7 @@ BAD = {
     "a bad choice": ('[ray]\nstrategy = "SPREADS"\n', RAY, "[ray] strategy in cluster.toml is 'SPREADS'", "the choices are PACK", "did you mean 'SPREAD'"),
     "a bad choice of another launcher": ('[kubernetes]\ngang = "kue"\n', SSH, "[kubernetes] gang in cluster.toml is 'kue'", "the choices are none", "did you mean 'kueue'"),
     "an empty text": ('[ssh]\nprogram = ""\n', SSH, "[ssh] program in cluster.toml can't be used", "a text is empty", "leave it out"),
-    "a line end": ('[ssh]\noptions = ["a\\nb"]\n', SSH, "[ssh] options in cluster.toml can't be used", "a control character", "mend it"),
+    "a line end": ('[ssh]\noptions = ["a\\nb"]\n', SSH, "[ssh] options in cluster.toml can't be used", "another control character", "mend it"),
     "no TOML": ("[slurm\n", SLURM, "can't read the cluster file cluster.toml", "it is not TOML (", "such as [ssh]"),
     "a key twice": ('[slurm]\nqos = "a"\nqos = "b"\n', SLURM, "can't read the cluster file cluster.toml", "it is not TOML (", "such as [ssh]"),
     "not UTF-8": (b'[slurm]\nqos = "\xff"\n', SLURM, "can't read the cluster file cluster.toml", "it is not UTF-8", "such as [ssh]"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 import shutil
@@ -123,6 +124,19 @@ def test_whose_mpirun_it_is(tmp_path, says, flavor):
 def test_no_mpirun(tmp_path):
     with pytest.raises(UsageError, match="no such program"):
         find_mpirun(MpiOptions(str(tmp_path / "none")))
+
+
+def test_a_dry_run_needs_no_program_of_the_launcher(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "train.py"
+    file.write_text(WORKLOAD)
+    monkeypatch.setattr("shutil.which", lambda name, **_: None)
+    assert main(["run", "--on", "mpi", "-n", "2", "-x", "A=1", "--job", "j", "--dry-run", str(file)]) == 0
+    remark, *exports, command = capsys.readouterr().out.splitlines()
+    assert remark == "# there is no mpirun or mpiexec here; these are the flags of Open MPI's"
+    assert shlex.split(command)[:3] == ["mpirun", "-np", "2"]
+    named = {name for flag, name in itertools.pairwise(shlex.split(command)) if flag == "-x"}
+    assert named == {line.split()[1].partition("=")[0] for line in exports}, "each that is named is shown"
+    assert main(["run", "--on", "ssh", "-H", "h1:2", "--min-hosts", "1", "--dry-run", str(file)]) == 0
 
 
 # --- Slurm

@@ -9,10 +9,10 @@ import pytest
 from paceline.launch import kubernetes
 from paceline.launch.kubernetes.gang import SCHEDULERS
 from paceline.launch.kubernetes.job import GANGS, KINDS
-from paceline.launch.kubernetes.names import LABEL_VALUE
 from paceline.launch.kubernetes.objects import pod_sets
 from paceline.launch.kubernetes.submit import render
 from paceline.nouns.errors import PacelineError, UsageError
+from paceline.nouns.names import LABEL_VALUE
 
 from support.on_kubernetes import a_job
 

@@ -268,7 +268,7 @@ def _parse(command_line: Sequence[str], verb: str | None, module: Any) -> argpar
         command_line = command_line[:at]
         # Without FILE before it, it ends this command's flags, and FILE follows.
         if _lacks_file(module, command_line[command_line.index(verb) + 1 :]):
-            return _parse([*command_line, *rest], verb, module)
+            return _parse([*command_line, *_begun_by_file(rest)], verb, module)
     # `verify` declares no argument for what stands after `--`: the parser would not make the list.
     namespace = argparse.Namespace(arguments=[]) if verb == "verify" else None
     parsed = parser.parse_args(command_line, namespace)
@@ -291,6 +291,12 @@ def _help_alone(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
     if not words and any(action.required and action.choices for action in parser._actions):
         parser.print_help(sys.stderr)
         sys.exit(MEETS_NOT)
+
+
+def _begun_by_file(words: Sequence[str]) -> list[str]:
+    """Return the words after `--`, of which FILE is the first: one that begins with a hyphen is no flag there."""
+    file = [f"./{word}" if word.startswith("-") else word for word in words[:1]]
+    return [*file, *words[1:]]
 
 
 def _parsers() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:

@@ -151,29 +151,29 @@ def make_request(arguments: argparse.Namespace) -> tuple[RunRequest, ClusterSett
         ranks = choose_ranks(ranks, shape, hosts, says_ranks(arguments.plan or ""))
     with settings.naming_the_file():
         ssh, mpi, ray = _options(settings)
-    request = RunRequest(
-        file=arguments.workload,
-        arguments=tuple(arguments.arguments),
-        place=place,
-        launcher=launcher,
-        plan=plan_request(arguments, ranks),
-        run=run_choice(arguments),
-        hosts=hosts,
-        shape=shape,
-        limits=limits,
-        environment=_variables(arguments),
-        interface=settings.values.get("interface", arguments.interface or ""),
-        python=settings.values.get("python", arguments.python or sys.executable),
-        ssh=ssh,
-        mpi=mpi,
-        ray=ray,
-        grace_s=arguments.grace,
-        stall_notice_s=notice_s,
-        stall_timeout_s=timeout_s,
-        max_restarts=arguments.max_restarts,
-        is_json=arguments.json,
-        is_dry_run=arguments.dry_run,
-    )
+        request = RunRequest(
+            file=arguments.workload,
+            arguments=tuple(arguments.arguments),
+            place=place,
+            launcher=launcher,
+            plan=plan_request(arguments, ranks),
+            run=run_choice(arguments),
+            hosts=hosts,
+            shape=shape,
+            limits=limits,
+            environment=_variables(arguments),
+            interface=settings.values.get("interface", arguments.interface or ""),
+            python=settings.values.get("python", arguments.python or sys.executable),
+            ssh=ssh,
+            mpi=mpi,
+            ray=ray,
+            grace_s=arguments.grace,
+            stall_notice_s=notice_s,
+            stall_timeout_s=timeout_s,
+            max_restarts=arguments.max_restarts,
+            is_json=arguments.json,
+            is_dry_run=arguments.dry_run,
+        )
     return request, settings
 
 

@@ -31,7 +31,7 @@ from paceline.cli.plan_flags import (
 )
 from paceline.cli.run import settings_of
 from paceline.launch.cluster_file import TABLES, ClusterSettings
-from paceline.launch.command import environment_of
+from paceline.launch.command import environment_of, quoted
 from paceline.launch.host_choice import Shape, choose_ranks
 from paceline.launch.kubernetes import submit as kubernetes
 from paceline.launch.kubernetes.job import GANGS, KINDS, POD_GROUP_APIS
@@ -188,9 +188,8 @@ def _submit_to_slurm(arguments: argparse.Namespace) -> int:
         print(json.dumps({"job": job.run_dir.name, "run_dir": str(job.run_dir), "slurm_job": job.number}))
     else:
         print(job.number)
-    print_notice(
-        f"paceline submit: sent as job {job.number}; look with `squeue -j {job.number}` and `tail -f {job.log}`"
-    )
+    log = quoted([str(job.log)])
+    print_notice(f"paceline submit: sent as job {job.number}; look with `squeue -j {job.number}` and `tail -f {log}`")
     return 0
 
 

@@ -26,6 +26,7 @@ from paceline.doctor.probe.host import Question, look
 from paceline.launch.ssh import SshOptions, ssh_command, why_lost
 from paceline.nouns import module_names
 from paceline.nouns.errors import PacelineError, UsageError, last_error_of
+from paceline.nouns.names import check_name
 from paceline.nouns.reading import Whole, parse_json, reason_of
 
 _ANSWER = ("-m", module_names.COMMAND, "doctor", "--answer")
@@ -66,6 +67,9 @@ class SshAsker:
 
     python: str = sys.executable
     options: SshOptions = field(default_factory=SshOptions)
+
+    def __post_init__(self) -> None:
+        check_name("program", self.python)
 
     def needs_ssh(self, host: str) -> bool:
         """True if a host is another one."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,10 +23,10 @@ from airflow.exceptions import AirflowException, AirflowFailException
 from airflow.sdk import BaseOperator
 
 from paceline.nouns.errors import ReadError, UsageError
+from paceline.nouns.names import job_name_of
 from paceline.nouns.reading import read_json
 from paceline.run.failures import format_failure
 
-_NOT_IN_NAMES = re.compile(r"[^\w.-]+")
 _REFUSED = 2  # exit code of a request that can't be met
 _OURS = ("--job", "--runs", "--resume", "--resume-or-start", "--json", "--dry-run", "-n", "--plan")
 
@@ -46,6 +46,7 @@ class PacelineOperator(BaseOperator):
         flags: more flags of `paceline run`, such as `["--checkpoint-every", "50", "--max-restarts", "2"]`.
         runs: folder of the runs, as `--runs`. A retry on another worker needs a folder that both have.
         job: the run's name; by default that of the DAG, the task and the DAG's run, and the index of a mapped task.
+            What a run's name can't have becomes a hyphen.
         python: the interpreter of the environment that has Paceline and torch; by default Airflow's own.
         cwd: where the job runs; by default where the worker does.
         env: variables of the job besides the worker's. Those whose names begin with `AIRFLOW` are not handed on.
@@ -105,7 +106,7 @@ class PacelineOperator(BaseOperator):
         """
         job = self._free_name(_named(self.job, context["ti"].map_index))
         command = self._command(job)
-        self.log.info("%s", " ".join(command))
+        self.log.info("%s", shlex.join(command))
         with tempfile.TemporaryFile("w+") as printed:
             code = self._run(command, printed)
             printed.seek(0)
@@ -128,13 +129,14 @@ class PacelineOperator(BaseOperator):
         return tried
 
     def _command(self, job: str) -> list[str]:
-        command = [self.python, "-m", "paceline", "run", "--json", "--runs", self.runs]
-        command += ["--job", job, "--resume-or-start"]
+        # In one word with its flag, no value is a flag. `--`: FILE follows, whatever it begins with.
+        command = [self.python, "-m", "paceline", "run", "--json", f"--runs={self.runs}"]
+        command += [f"--job={job}", "--resume-or-start"]
         if self.ranks is not None:
             command += ["-n", str(self.ranks)]
         if self.plan is not None:
-            command += ["--plan", self.plan]
-        return [*command, *self.flags, self.file, "--", *self.arguments]
+            command += [f"--plan={self.plan}"]
+        return [*command, *self.flags, "--", self.file, "--", *self.arguments]
 
     def _run(self, command: list[str], printed: IO[str]) -> int:
         """Run the command until it ends; log what it says on stderr. Its result goes to `printed`."""
@@ -160,7 +162,7 @@ class PacelineOperator(BaseOperator):
 def _check_flags(flags: Sequence[str]) -> None:
     for flag in flags:
         name = str(flag).partition("=")[0]
-        if name in _OURS:
+        if name in _OURS or name.startswith("-n"):
             raise UsageError(
                 "`flags` of PacelineOperator are those of `paceline run` that it has no argument for",
                 f"{name} is among them",
@@ -171,7 +173,7 @@ def _check_flags(flags: Sequence[str]) -> None:
 def _named(job: str, map_index: int | None) -> str:
     """Return the job's name without what a folder's name should not have."""
     index = "" if map_index is None or map_index < 0 else f"-{map_index}"
-    return _NOT_IN_NAMES.sub("-", job) + index
+    return job_name_of(job) + index
 
 
 def _is_done(run: Path) -> bool:

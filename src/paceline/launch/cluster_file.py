@@ -25,11 +25,11 @@ from paceline.launch.command import HIDDEN, is_secret
 from paceline.launch.kubernetes.job import GANGS, KINDS, POD_GROUP_APIS
 from paceline.launch.ray import STRATEGIES
 from paceline.nouns.errors import PlanError, ReadError, UsageError, did_you_mean
+from paceline.nouns.names import check_name
 from paceline.nouns.reading import fault_of, read_toml, shown
 
 MOST_BYTES = 2**16
 RAY_ADDRESS = "RAY_ADDRESS"  # Ray's own variable: the cluster that this host is in
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _NAME = re.compile(r"([A-Za-z0-9_-]+)[=:\s]")  # of what follows, in a word such as --export=API_KEY=...
 _USER = re.compile(r"(?<=//)[^/@\s]+(?=@)|^[^/@\s]+:[^/@\s]+(?=@)")  # in an address or an image
 
@@ -175,6 +175,8 @@ class ClusterFile:
         for key, setting in TABLES[table].items():
             if key in flags:
                 flag, value = flags[key]
+                for text in value if setting.kind is tuple else [value]:
+                    check_name("text", str(text), f"{flag} {shown(text)} can't be used")
                 sources[key] = f"flag {flag}"
                 names[key] = f"the flag {flag}"
             elif key in in_file:
@@ -252,9 +254,11 @@ def _check_value(where: str, key: str, value: Any, setting: Setting) -> None:
         fix = did_you_mean(value, setting.choices, "write one of these")
         raise UsageError(f"{where} is {shown(value)}", f"the choices are {', '.join(setting.choices)}", fix)
     for text in value if setting.kind is tuple else [value]:
-        if isinstance(text, str) and (_CONTROL.search(text) or (not text and setting.default != "")):
-            found = "a text is empty" if not text else "it has a control character"
-            raise UsageError(f"{where} can't be used", found, "mend it, or leave it out")
+        if not isinstance(text, str):
+            continue
+        if not text and setting.default != "":
+            raise UsageError(f"{where} can't be used", "a text is empty", "mend it, or leave it out")
+        check_name("text", text, f"{where} can't be used", "mend it, or leave it out")
 
 
 def _kind_of(value: Any) -> str:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
-import re
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.nouns import module_names
 from paceline.nouns.errors import UsageError
+from paceline.nouns.names import check_name
 from paceline.nouns.plan import Plan
+from paceline.nouns.table import printable
+from paceline.rendezvous import launchers
 
 # Of a variable whose name holds one of these, people are shown that it is set, and not to what.
 _SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
@@ -19,6 +22,11 @@ _HARMLESS = "TOKENIZER"  # TOKENIZERS_PARALLELISM
 STOPPED_CODE = 75  # of a rank that saved before the end (sysexits.h, EX_TEMPFAIL: try again); see launch/slurm.py
 STALLED_CODE = 124  # of a job that --stall-timeout ended, as of timeout(1): a scheduler may start it again
 HIDDEN = "(set, not shown)"
+# Variables that -x can't set: by them a launcher says which rank a process is, or Paceline what its job is. Beginnings
+# are those of options of sbatch and srun, and of the nodes of pods.
+_OF_RANKS = {name for row in launchers.NAMES.values() for words in row for name in words.split()}
+_OF_JOBS = {f"PACELINE_{name}" for name in ("RUN_DIR", "PLAN", "RESUME", "SUPERVISED", "STOP_FILE", "RESTART")}
+_OF_LAUNCHERS = ("SBATCH_", "SLURM_", "SRUN_", "PET_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +94,7 @@ def environment_of(definitions: Sequence[str]) -> dict[str, str]:
     environment = {}
     for definition in definitions:
         name, equals, value = definition.partition("=")
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise UsageError(
-                f"can't pass -x {definition}", "that is no variable's name", "write -x NAME or -x NAME=VALUE"
-            )
+        check_variable(name, f"can't pass -x {printable(definition)}", "write -x NAME or -x NAME=VALUE")
         if not equals and name not in os.environ:
             fix = f"write -x {name}=VALUE, or set it"
             if is_secret(name):
@@ -105,6 +110,19 @@ def environment_of(definitions: Sequence[str]) -> dict[str, str]:
     return environment
 
 
+def check_variable(name: str, asked: str, fix: str = "") -> None:
+    """Raise UsageError for what is no variable's name, and for a variable that a launcher or Paceline sets.
+
+    Args:
+        name: of the variable.
+        asked: the error's first line.
+        fix: the last one, where it is no name.
+    """
+    check_name("variable", name, asked, fix)
+    if name in _OF_RANKS | _OF_JOBS or name.startswith(_OF_LAUNCHERS):
+        raise UsageError(asked, "what starts the ranks sets it for each of them", f"leave {name} out")
+
+
 def is_secret(name: str) -> bool:
     """True if a variable's name says that its value is nobody else's."""
     upper_name = name.upper().replace(_HARMLESS, "")
@@ -113,7 +131,34 @@ def is_secret(name: str) -> bool:
 
 def shown(environment: dict[str, str]) -> dict[str, str]:
     """Return variables as they may be printed."""
-    printable = {}
+    values = {}
     for name, value in environment.items():
-        printable[name] = HIDDEN if is_secret(name) else value
-    return printable
+        values[name] = HIDDEN if is_secret(name) else value
+    return values
+
+
+def export_lines(environment: Mapping[str, str]) -> list[str]:
+    """Return a line of a shell for each variable; for a secret a remark."""
+    lines = []
+    for name, value in environment.items():
+        lines.append(f"# {name} {HIDDEN}" if is_secret(name) else f"export {name}={quoted([value])}")
+    return lines
+
+
+def quoted(words: Iterable[str]) -> str:
+    """Return words as one line for bash: sbatch, and whoever looks for its options, reads a script line by line."""
+    texts = []
+    for word in words:
+        text = shlex.quote(word)
+        if not word.isprintable():
+            text = "$'" + "".join(map(_escaped, word)) + "'"
+        texts.append(text)
+    return " ".join(texts)
+
+
+def _escaped(character: str) -> str:
+    if character in "\\'":
+        return f"\\{character}"
+    if character.isprintable():
+        return character
+    return "".join(f"\\x{byte:02x}" for byte in os.fsencode(character))

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.nouns.errors import ReadError, UsageError
 from paceline.nouns.mesh import MOST_RANKS
+from paceline.nouns.names import is_name
 from paceline.nouns.reading import parse_whole, read_text, shown
 
-# A name or an address that ssh takes, and no option of it: `-oProxyCommand=...` as a host would be a command.
-_NAME = re.compile(r"(?!-)[A-Za-z0-9_.:%@-]+")
-_LONGEST_NAME = 255  # with a user before it; a name of the Domain Name System has up to 253 characters
+_LONGEST_SHOWN = 255  # characters of what was written
 _SLOT_WORDS = ("slots", "max_slots", "max-slots")  # Open MPI's bound on oversubscribing is read, not used
 
 
@@ -32,7 +30,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
         UsageError: a host has no name, its slots are no number, or it is named twice.
     """
     hosts = [_of_word(word.strip(), text) for word in text.split(",")]
-    return _checked(hosts, f"-H {text[:_LONGEST_NAME]}")
+    return _checked(hosts, f"-H {text[:_LONGEST_SHOWN]}")
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
@@ -92,7 +90,7 @@ def _of_line(fields: Sequence[str], where: str) -> tuple[Host, bool]:
 
 
 def _name(name: str, text: str) -> str:
-    if not _NAME.fullmatch(name) or len(name) > _LONGEST_NAME:
+    if not is_name("host", name):
         raise UsageError(
             f"can't read the hosts {shown(text)}", f"{shown(name)} is no host's name", "write such as h1:4,h2:4"
         )
@@ -108,12 +106,12 @@ def _slots(value: str, word: str, text: str) -> int:
 
 
 def _checked(hosts: Iterable[Host], text: str) -> tuple[Host, ...]:
-    names: set[str] = set()
+    seen: set[str] = set()
     checked_hosts = tuple(hosts)
     for host in checked_hosts:
-        if host.name in names:
+        if host.name in seen:
             raise _twice(host.name, text)
-        names.add(host.name)
+        seen.add(host.name)
     return checked_hosts
 
 

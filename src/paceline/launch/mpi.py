@@ -51,10 +51,8 @@ def find_mpirun(options: MpiOptions) -> Mpirun:
     Raises:
         UsageError: there is none, or it is nobody's that is known.
     """
-    programs = [options.mpirun] if options.mpirun else ["mpirun", "mpiexec"]
-    path = None
-    for name in programs:
-        path = path or shutil.which(name)
+    programs = _programs(options)
+    path = _path_of(programs)
     if path is None:
         fix = "install Open MPI or MPICH"
         if options.mpirun:  # of the cluster file: there may be another one in PATH
@@ -71,6 +69,27 @@ def find_mpirun(options: MpiOptions) -> Mpirun:
         return Mpirun(path, "mpich", options.more)
     lines = answer.strip().splitlines() or ["nothing"]
     raise UsageError(f"what {path} is", f"it says {lines[0]!r}", _NAME_ONE)
+
+
+def mpirun_to_show(options: MpiOptions) -> tuple[Mpirun, list[str]]:
+    """Return the mpirun for a dry run, and remarks on it: where this host has none, Open MPI's flags are shown.
+
+    Raises:
+        UsageError: it is nobody's that is known.
+    """
+    programs = _programs(options)
+    if _path_of(programs) is not None:
+        return find_mpirun(options), []
+    remark = f"# there is no {' or '.join(programs)} here; these are the flags of Open MPI's"
+    return Mpirun(programs[0], "openmpi", options.more), [remark]
+
+
+def _programs(options: MpiOptions) -> list[str]:
+    return [options.mpirun] if options.mpirun else ["mpirun", "mpiexec"]
+
+
+def _path_of(programs: Sequence[str]) -> str | None:
+    return next(filter(None, map(shutil.which, programs)), None)
 
 
 def mpi_command(

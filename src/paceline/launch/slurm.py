@@ -8,15 +8,18 @@ job.
 from __future__ import annotations
 
 import re
-import shlex
 import shutil
 import subprocess
 from dataclasses import dataclass
 
-from paceline.launch.command import STALLED_CODE, STOPPED_CODE, RankCommand
+from paceline.launch.command import STALLED_CODE, STOPPED_CODE, RankCommand, export_lines, quoted
 from paceline.nouns.errors import UsageError
+from paceline.nouns.names import check_name, is_name
+from paceline.nouns.reading import shown
 
 _TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")
+# sbatch takes a line with one of these, in any letters and anywhere in it, for the beginning of another job.
+_OTHER_JOB = re.compile("hetjob|packjob", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,42 +59,30 @@ class SlurmOptions:
         ):
             if count < 0:
                 raise UsageError(f"{name}={count} for sbatch", "it is below 0", "write 0 or more")
+        for text in (self.partition, self.account, self.qos):
+            if text:
+                check_name("slurm", text)
         for line in self.more:
             if not re.fullmatch(r"--?[a-zA-Z][^\n]*", line):
                 raise UsageError(f"the line {line!r} for sbatch", "it is no option", "write such as --exclusive")
 
 
 def sbatch_script(rank: RankCommand, options: SlurmOptions) -> str:
-    """Write the script. Shell variables of a rank stand nowhere in it: srun gives each its own."""
-    # `--signal` without `B:` goes to the steps, so srun's tasks get it, and not this script's shell.
-    lines = [
-        f"--job-name={_one_line(rank.job)}",
-        f"--nodes={rank.nodes}",
-        f"--ntasks-per-node={rank.ranks_per_node}",
-        f"--output={rank.run_dir.resolve()}/slurm-%j.log",
-        "--open-mode=append",  # a job that goes back to the queue goes on in its log
-        "--requeue",  # lets `scontrol requeue` below put the job back, whatever the cluster's default is
-        f"--signal=TERM@{options.signal_s}",
-    ]
-    optional: dict[str, str | int] = {
-        "partition": options.partition,
-        "account": options.account,
-        "qos": options.qos,
-        "time": options.time,
-        "gpus-per-node": options.gpus_per_node,
-        "cpus-per-task": options.cpus_per_task,
-    }
-    for name, value in optional.items():
-        if value:
-            lines.append(f"--{name}={_one_line(str(value))}")
-    lines += options.more
-    directives = "\n".join(f"#SBATCH {line}" for line in lines)
+    """Write the script. Shell variables of a rank stand nowhere in it: srun gives each its own.
+
+    Raises:
+        UsageError: the options contradict the ranks, or a path can't stand in a script.
+    """
+    lines = [f"--{name}={value}" if value else f"--{name}" for name, value in _written_options(rank, options).items()]
+    directives = "\n".join([*map(_directive, lines), *map(_own_directive, options.more)])
     # Since Slurm 22.05 srun does not take this over from sbatch.
     cpus = " --cpus-per-task=$SLURM_CPUS_PER_TASK" if options.cpus_per_task else ""
+    # The variables of -x; a secret comes with sbatch's environment.
+    exports = "".join(f"{line}\n" for line in export_lines(rank.environment))
     return f"""#!/bin/bash
 {directives}
 
-srun --kill-on-bad-exit=1 --export=ALL{cpus} {shlex.join(rank.words())}
+{exports}srun --kill-on-bad-exit=1 --export=ALL{cpus} {quoted(rank.words())}
 code=$?
 # {STOPPED_CODE}: the ranks were told to save before the time limit, or for a job that matters more, and there is more
 # to do. {STALLED_CODE}: they made no progress. Above 128: a signal ended a rank.
@@ -102,6 +93,37 @@ if [ "$code" -eq {STOPPED_CODE} ] ||
 fi
 exit "$code"
 """
+
+
+def _written_options(rank: RankCommand, options: SlurmOptions) -> dict[str, str]:
+    """Return the options that the script has by itself, and their values; "": it has none."""
+    folder = str(rank.run_dir.resolve())
+    check_name("path", folder)
+    if "\\" in folder:
+        raise UsageError(
+            f"the run directory {shown(folder)}",
+            "it has a backslash, and Slurm then writes the log under another name",
+            "name another folder with --runs",
+        )
+    # `--signal` without `B:` goes to the steps, so srun's tasks get it, and not this script's shell.
+    written = {
+        "job-name": rank.job,
+        "nodes": str(rank.nodes),
+        "ntasks-per-node": str(rank.ranks_per_node),
+        "output": f"{folder.replace('%', '%%')}/slurm-%j.log",
+        "open-mode": "append",  # a job that goes back to the queue goes on in its log
+        "requeue": "",  # lets `scontrol requeue` below put the job back, whatever the cluster's default is
+        "signal": f"TERM@{options.signal_s}",
+    }
+    optional: dict[str, str | int] = {
+        "partition": options.partition,
+        "account": options.account,
+        "qos": options.qos,
+        "time": options.time,
+        "gpus-per-node": options.gpus_per_node,
+        "cpus-per-task": options.cpus_per_task,
+    }
+    return written | {name: str(value) for name, value in optional.items() if value}
 
 
 def check_sbatch(options: SlurmOptions) -> None:
@@ -140,7 +162,16 @@ def submit(script: str, options: SlurmOptions, environment: dict[str, str]) -> s
     return done.stdout.strip().split(";")[0]
 
 
-def _one_line(text: str) -> str:
-    if not re.fullmatch(r"[^\s#]+", text):
-        raise UsageError(f"the argument {text!r} for sbatch", "it has spaces or a #", "write it without them")
-    return text
+def _directive(option: str) -> str:
+    """Return an option as a line of the script, in quotes where sbatch needs them."""
+    if not is_name("slurm", option):
+        option = '"' + re.sub(r'(["\\])', r"\\\1", option) + '"'
+    return _own_directive(option)
+
+
+def _own_directive(line: str) -> str:
+    check_name("text", line, f"the line {shown(line)} for sbatch")
+    if word := _OTHER_JOB.search(line):
+        found = f"it has {word[0]!r} in it, which sbatch takes for the beginning of another job"
+        raise UsageError(f"the line {shown(line)} for sbatch", found, "write it without, such as under another --job")
+    return f"#SBATCH {line}"

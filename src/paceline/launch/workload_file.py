@@ -12,6 +12,7 @@ from paceline.launch.source_files import sources
 from paceline.nouns import module_names
 from paceline.nouns.errors import PacelineError, ReadError, UsageError, WorkloadError
 from paceline.nouns.loop_plan import check_plan_of_loop
+from paceline.nouns.names import check_name
 from paceline.nouns.plan import Plan
 from paceline.nouns.reading import read_text, reason_of
 from paceline.nouns.user_program import UserProgram
@@ -56,7 +57,10 @@ def read_workload_file(text: str, ranks: int, plan: Plan | None = None, module: 
             smaller than the ranks.
         PlanError: it has a loop of its own, which the plan can't train.
     """
+    check_name("file", text)
     path = Path(text)
+    if str(path).startswith("-"):  # pathlib drops the `./` before it
+        path = path.absolute()
     if not path.is_file():
         raise _no_file(path)
     try:

@@ -20,6 +20,7 @@ from typing import Any
 from paceline.checkpoint.copies import check_place, fetch_run, folder_of
 from paceline.checkpoint.manifest import CHECKPOINTS, find_good, list_checkpoints, publish_left, try_writing
 from paceline.nouns.errors import MEETS_NOT, CheckpointError, ReadError, UsageError, how_to_write
+from paceline.nouns.names import check_name, job_name_of
 from paceline.nouns.plan import Plan
 from paceline.nouns.reading import read_json, shown
 
@@ -39,12 +40,23 @@ class RunChoice:
         job: the run's name; None: the file's name and the time.
         resume: go on with a run.
         resume_or_start: go on with the run `job`, or start it.
+
+    Raises:
+        UsageError: the name or the path can't be used.
     """
 
     runs: Path
     job: str | None = None
     resume: bool = False
     resume_or_start: bool = False
+
+    def __post_init__(self) -> None:
+        check_name("path", str(self.runs))
+        if self.job is None:
+            return
+        check_name("run", self.job)
+        if not self.folder.is_dir():  # what an earlier Paceline has made may have another name
+            check_name("job", self.job)
 
     @property
     def must_go_on(self) -> bool:
@@ -56,6 +68,10 @@ class RunChoice:
         """The run directory of a job that has a name."""
         assert self.job is not None, "a job without a name has no folder yet"
         return self.runs / self.job
+
+    def planned_folder(self, script: Path) -> Path:
+        """Return the run directory that a job of this file would have."""
+        return self.runs / (new_name(script) if self.job is None else self.job)
 
 
 def choose_run(
@@ -134,7 +150,7 @@ def new_run(runs: Path, job: str | None, script: Path) -> Path:
     Raises:
         UsageError: the job exists, or the folder can't be made.
     """
-    name = job or new_name(script)
+    name = new_name(script) if job is None else job
     folder = runs / name
     number = 1
     while job is None and folder.exists():
@@ -180,7 +196,7 @@ def remove_unbegun(folder: Path) -> None:
 
 def new_name(script: Path) -> str:
     """Return a name for a run, of the file and the time."""
-    return f"{script.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return f"{job_name_of(script.stem)}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def find_run(runs: Path, job: str | None, script: Path) -> Path:

@@ -67,7 +67,7 @@ def launch(
     Raises:
         RankFailedError: a rank failed. It has that rank's error and traceback; the other ranks were ended.
         UsageError: the function can't be sent or returned something else, this process is a rank itself, or `run_dir`
-            has a job and `resume` is False.
+            has a job and `resume` is False, or a name that no job has.
         MeshError: the plan does not fit the number of ranks.
         PlanError: the plan contradicts itself.
         CheckpointError: `run_dir` has checkpoints, and none is whole.
@@ -181,7 +181,8 @@ def _run_folder(
         folder = private.path / "run"
         (folder / "failures").mkdir(parents=True)
         return folder, None
-    folder = Path(run_dir).absolute()
+    folder = Path(os.path.abspath(run_dir))  # `..` is not the name of a folder
+    choice = RunChoice(runs=folder.parent, job=folder.name, resume=resume)
     has_run = (folder / "plan.json").exists()
     if resume and not has_run:
         raise UsageError(f"can't resume the job in {folder}", "there is none", "leave resume=True out to start one")
@@ -189,7 +190,6 @@ def _run_folder(
         raise UsageError(
             f"can't start a job in {folder}", "there is one", "write resume=True to go on with it, or another run_dir"
         )
-    choice = RunChoice(runs=folder.parent, job=folder.name, resume=resume)
     return directory.choose_run(choice, script, lambda text: screen.say(f"paceline: {text}"))
 
 

@@ -14,6 +14,7 @@ from paceline.launch.plan_choice import PlanRequest
 from paceline.launch.ray import RayOptions
 from paceline.launch.ssh import SshOptions
 from paceline.nouns.errors import UsageError
+from paceline.nouns.names import check_name
 from paceline.nouns.user_program import MODULE
 from paceline.rendezvous.launcher_env import LauncherPosition, NodeInfo, find_node, find_position
 from paceline.run.directory import RunChoice
@@ -90,10 +91,20 @@ class RunRequest:
     is_json: bool = False
     is_dry_run: bool = False
 
+    def __post_init__(self) -> None:
+        check_host_settings(self.python, self.interface)
+
     @property
     def module(self) -> str:
         """The name of the module that `file` is, where it is run as one."""
         return self.environment.get(MODULE, "") or os.environ.get(MODULE, "")
+
+
+def check_host_settings(python: str, interface: str) -> None:
+    """Raise UsageError where the Python or the network interface of a job's hosts can't be used."""
+    check_name("program", python, fix="write the path of a Python with --python")
+    if interface:
+        check_name("interface", interface)
 
 
 def find_launcher(on: str | None, environment: Mapping[str, str]) -> LauncherPosition | NodeInfo | None:

@@ -8,12 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.launch.command import check_variable
 from paceline.launch.kubernetes.gang import SCHEDULERS
 from paceline.launch.kubernetes.gang_scheduler import GangScheduler
-from paceline.launch.kubernetes.names import LABEL, LABEL_LENGTH
 from paceline.launch.kubernetes.quantities import read_quantity
 from paceline.nouns.errors import PlanError, UsageError, did_you_mean
+from paceline.nouns.names import LABEL, LABEL_LENGTH, check_name
 from paceline.nouns.plan import Plan
+from paceline.nouns.reading import shown
 
 # First the default of each: errors propose it.
 KINDS = ("jobset", "trainjob", "job", "mpijob", "rayjob")
@@ -22,7 +24,6 @@ POD_GROUP_APIS = ("v1beta1", "v1alpha3", "v1alpha2")  # of scheduling.k8s.io: 1.
 SERVER_KINDS = ("jobset", "job")
 RAY_NAME_LENGTH = 47  # KubeRay's own limit for a RayJob
 _SUFFIX = "-abcde"  # five random letters, which the Job controller adds to a pod's name
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _RESOURCE = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
 
 
@@ -138,18 +139,23 @@ class KubernetesJob:
             raise UsageError(f"the job {self.name}", "it has no workload file", "name the file inside the image")
         if not self.runs.startswith("/"):
             raise UsageError(f"the run directory {self.runs!r}", "it is no absolute path", "write such as /runs")
-        for what, name in (("namespace", self.namespace), ("claim", self.runs_claim), ("runtime", self.runtime)):
-            if name and (not LABEL.fullmatch(name) or len(name) > LABEL_LENGTH):
-                raise UsageError(
-                    f"the {what} {name!r}", "it has more than small letters, digits and hyphens", "write its name"
-                )
+        check_name("file", self.command[0])
+        check_name("path", self.runs)
+        for kind, what, name in (
+            ("label", "namespace", self.namespace),
+            ("label", "claim", self.runs_claim),
+            ("label", "runtime", self.runtime),
+            ("object", "service account", self.service_account),
+            ("object", "priority class", self.priority_class),
+            ("object", "scheduler", self.scheduler),
+            *(("object", "image pull secret", each) for each in self.image_pull_secrets),
+        ):
+            if name:
+                check_name(kind, name, f"the {what} {shown(name)}", "write its name")
 
     def _check_surroundings(self) -> None:
         for name in self.environment:
-            if not _VARIABLE.fullmatch(name) or name.startswith("PET_"):
-                is_reserved = name.startswith("PET_")
-                reason = "PET_ is for how ranks meet" if is_reserved else "its name is none"
-                raise UsageError(f"the variable {name!r} of the pods", reason, "take another name")
+            check_variable(name, f"the variable {shown(name)} of the pods", "take another name")
         for network in self.egress:
             _check_network(network)
 
@@ -249,12 +255,7 @@ class KubernetesJob:
             raise UsageError(f"the queue {self.queue!r}", f"{self.gang} has no such names", fix)
 
     def _check_name(self) -> None:
-        if not LABEL.fullmatch(self.name):
-            raise UsageError(
-                f"the job's name {self.name!r}",
-                "Kubernetes wants small letters, digits and hyphens, a letter first and no hyphen last",
-                "write such as --job bert-1",
-            )
+        check_job_name(self.name)
         # A longer name may be accepted for the job itself, and then its controller can't make the pods.
         _, longest_name = max((len(name), name) for name in self._names())
         most = LABEL_LENGTH
@@ -282,6 +283,12 @@ class KubernetesJob:
             between = "-0" if self.kind == "jobset" else ""
             yield f"{self.name}-coordinator{between}-0{_SUFFIX}"
             yield f"{self.name}-server{between}-{self.servers - 1}{_SUFFIX}"
+
+
+def check_job_name(name: str) -> None:
+    """Raise UsageError for a name that no job on Kubernetes has; how long it may be, its other names decide."""
+    if not LABEL.fullmatch(name):
+        check_name("label", name, f"the job's name {shown(name)}", "write such as --job bert-1")
 
 
 def _check_network(text: str) -> None:

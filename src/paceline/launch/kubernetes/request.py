@@ -9,10 +9,11 @@ from typing import Any
 
 from paceline.launch.command import is_secret, own_arguments
 from paceline.launch.host_choice import Shape
-from paceline.launch.kubernetes.job import KubernetesJob
+from paceline.launch.kubernetes.job import KubernetesJob, check_job_name
 from paceline.launch.kubernetes.pods import check_pods_of_servers
 from paceline.launch.plan_choice import PlanRequest, choose_plan
 from paceline.nouns.errors import UsageError, did_you_mean
+from paceline.nouns.names import check_name
 
 _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 
@@ -74,6 +75,11 @@ class KubernetesRequest:
     environment: Mapping[str, str] = field(default_factory=dict)
     stall_timeout_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        check_name("file", self.file)
+        if self.job is not None:
+            check_job_name(self.job)
+
 
 def kubernetes_job(request: KubernetesRequest, notice: Callable[[str], None]) -> KubernetesJob:
     """Return the job that is asked for.
@@ -92,7 +98,7 @@ def kubernetes_job(request: KubernetesRequest, notice: Callable[[str], None]) ->
     check_no_secret(request.environment)
     shape = request.shape or Shape(1, plan.world_size)
     return KubernetesJob(
-        name=request.job or name_of_job(request.file),
+        name=name_of_job(request.file) if request.job is None else request.job,
         command=[request.file, *own_arguments(request.arguments)],
         plan=plan,
         nodes=shape.nodes,

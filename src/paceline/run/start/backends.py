@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from paceline.checkpoint.manifest import list_checkpoints
-from paceline.launch.command import RankCommand, shown
-from paceline.launch.mpi import find_mpirun, mpi_command
+from paceline.launch.command import RankCommand, export_lines, quoted, shown
+from paceline.launch.mpi import Mpirun, find_mpirun, mpi_command, mpirun_to_show
 from paceline.launch.rank_assignment import HostRanks, Rendezvous, seat, with_servers
 from paceline.launch.ray import RayJob, ray_job
 from paceline.launch.ssh import check_ssh
@@ -80,7 +79,7 @@ def assignments_of(
     if request.place == "local":
         return []
     if request.place == "mpi":
-        command, environment = _mpi_command(request, plan, run_dir, file, restart)
+        command, environment = _mpi_command(request, find_mpirun(request.mpi), plan, run_dir, file, restart)
         backend = CommandBackend(command, environment)
     else:
         job = _ray_job(request, plan, run_dir, file, restart)
@@ -103,12 +102,13 @@ def _supervised(request: RunRequest, run_dir: Path, restart: int) -> dict[str, s
     checkpoints = run_dir.resolve() / "checkpoints"
     resume = {"PACELINE_RESUME": str(checkpoints)} if list_checkpoints(checkpoints) else {}
     job = {"PACELINE_RUN_DIR": str(run_dir.resolve()), SUPERVISED: "1"}
+    job["PACELINE_STOP_FILE"] = str(run_dir.resolve() / STOP)
     again = {RESTART: str(restart)} if restart else {}
     return {STALL_NOTICE: str(request.stall_notice_s), **request.environment, **interface, **resume, **job, **again}
 
 
 def _mpi_command(
-    request: RunRequest, plan: Plan, run_dir: Path, file: Path, restart: int = 0
+    request: RunRequest, mpirun: Mpirun, plan: Plan, run_dir: Path, file: Path, restart: int = 0
 ) -> tuple[list[str], dict[str, str]]:
     """Return mpirun's command line, and the variables that it takes from its environment."""
     environment = _supervised(request, run_dir, restart)
@@ -118,20 +118,17 @@ def _mpi_command(
         environment["MASTER_ADDR"] = request.hosts[0].name
         environment["MASTER_PORT"] = os.environ.get("MASTER_PORT", str(port))
     program = [request.python, "-m", module_names.EXTERNAL_RANK, str(file.resolve()), *request.arguments]
-    names = sorted({*environment, "PACELINE_STOP_FILE"})  # `CommandBackend` sets the latter
-    mpirun = find_mpirun(request.mpi)
-    return mpi_command(mpirun, plan.world_size, request.hosts, names, program), environment
+    return mpi_command(mpirun, plan.world_size, request.hosts, sorted(environment), program), environment
 
 
 def _ray_job(request: RunRequest, plan: Plan, run_dir: Path, file: Path, restart: int = 0) -> RayJob:
-    stop = {"PACELINE_STOP_FILE": str(run_dir.resolve() / STOP)}
     rank = RankCommand(
         file,
         request.arguments,
         plan,
         run_dir.parent,
         run_dir.name,
-        environment={**_supervised(request, run_dir, restart), **stop},
+        environment=_supervised(request, run_dir, restart),
         python=request.python,
     )
     return ray_job(rank, request.ray, os.getcwd())
@@ -142,14 +139,14 @@ def dry_run(request: RunRequest, plan: Plan, run_dir: Path, file: Path) -> str:
     if request.place == "ssh":
         return _dry_run_ssh(request, plan, run_dir, file)
     if request.place == "mpi":
-        command, environment = _mpi_command(request, plan, run_dir, file)
-        lines = [f"{name}={shlex.quote(value)}" for name, value in shown(environment).items()]
-        return "\n".join([*lines, shlex.join(command)])
+        mpirun, remark = mpirun_to_show(request.mpi)
+        command, environment = _mpi_command(request, mpirun, plan, run_dir, file)
+        return "\n".join([*remark, *export_lines(environment), quoted(command)])
     if request.place == "ray":
         return _ray_job(request, plan, run_dir, file).text()
     noun = "ranks" if plan.world_size > 1 else "rank"
-    command_line = shlex.join([sys.executable, str(file), *request.arguments])
-    return f"# {plan.world_size} {noun} on this host\n{command_line}"
+    command_line = quoted([sys.executable, str(file), *request.arguments])
+    return "\n".join([f"# {plan.world_size} {noun} on this host", *export_lines(request.environment), command_line])
 
 
 def _dry_run_ssh(request: RunRequest, plan: Plan, run_dir: Path, file: Path) -> str:
@@ -164,6 +161,6 @@ def _dry_run_ssh(request: RunRequest, plan: Plan, run_dir: Path, file: Path) -> 
         for server in host.servers:
             processes += f", {replaced.name(server)}"
         lines.append(f"# {host.host}: {processes}")
-        lines.append(shlex.join(agent_command(host.host, options)))
+        lines.append(quoted(agent_command(host.host, options)))
         lines.append(f"# on its standard input: {json.dumps(message)}")
     return "\n".join(lines)

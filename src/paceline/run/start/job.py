@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from paceline.launch.command import export_lines
 from paceline.launch.hosts import Host
 from paceline.launch.plan_choice import choose_plan
 from paceline.launch.ssh import check_ssh
@@ -66,8 +67,7 @@ def _run_fixed(request: RunRequest, outcome: Outcome, notice: Notice) -> None:
     file = read_workload_file(request.file, plan.data_size, plan, request.module)
     _tell_of_plain_file(file, notice)
     if request.is_dry_run:
-        name = request.run.job or directory.new_name(file.path)
-        outcome.dry_run = dry_run(request, plan, request.run.runs / name, file.path)
+        outcome.dry_run = dry_run(request, plan, request.run.planned_folder(file.path), file.path)
         return
     check_programs(request, plan)  # before the run directory is made
     screen = screen_of(request)
@@ -128,14 +128,15 @@ def _run_elastic(request: RunRequest, outcome: Outcome, notice: Notice) -> None:
     rules, discover = elastic_rules(request)
     plan = choose_plan(request.plan, notice, grows=True)
     check_servers(plan, "elastic")
-    file = read_workload_file(
-        request.file, 1, module=request.module
-    )  # how many ranks there are is only known in each generation
-    check_ssh(request.ssh)
+    # How many ranks there are is only known in each generation.
+    file = read_workload_file(request.file, 1, module=request.module)
+    _tell_of_plain_file(file, notice)
     now = ", ".join(host.name for host in discover())  # asked before anything is written, too
     if request.is_dry_run:
-        outcome.dry_run = f"# between {rules.least} and {rules.most} hosts; now: {now}"
+        hosts = f"# between {rules.least} and {rules.most} hosts; now: {now}"
+        outcome.dry_run = "\n".join([hosts, *export_lines(request.environment)])
         return
+    check_ssh(request.ssh)
     screen = screen_of(request)
     folder, _ = directory.choose_run(request.run, file.path, lambda text: screen.say(f"paceline: {text}"), plan.copy_to)
     job = JobRequest(

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from paceline.checkpoint.manifest import has_resume_point
+from paceline.launch.command import export_lines
 from paceline.launch.plan_choice import choose_plan
 from paceline.launch.rank_assignment import HostRanks, Rendezvous
 from paceline.launch.workload_file import WorkloadFile, read_workload_file
@@ -43,7 +44,8 @@ def run_node(request: RunRequest, node: NodeInfo, outcome: Outcome, notice: Call
     Mesh.parse(plan.mesh).check_fits(world)
     file = read_workload_file(request.file, plan.data_size, plan, request.module)
     if request.is_dry_run:
-        outcome.dry_run = f"# {per_node} ranks from {node.node_rank * per_node} of {world} on this node"
+        ranks = f"# {per_node} ranks from {node.node_rank * per_node} of {world} on this node"
+        outcome.dry_run = "\n".join([ranks, *export_lines(request.environment)])
         return
     screen = Screen(sys.stderr if request.is_json else sys.stdout, sys.stderr)
     folder = _open_folder(request, node, plan, file.path, screen)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.launch.command import RankCommand
+from paceline.launch.command import RankCommand, is_secret
 from paceline.launch.host_choice import Shape
 from paceline.launch.plan_choice import PlanRequest, choose_plan
 from paceline.launch.slurm import SlurmOptions, check_sbatch, sbatch_script, submit
@@ -17,6 +17,7 @@ from paceline.nouns.plan import Plan
 from paceline.nouns.user_program import MODULE
 from paceline.run import directory
 from paceline.run.directory import RunChoice
+from paceline.run.request import check_host_settings
 from paceline.run.start.servers import check_servers
 
 
@@ -51,6 +52,9 @@ class SlurmRequest:
         """The name of the module that `file` is, where it is run as one."""
         return self.environment.get(MODULE, "") or os.environ.get(MODULE, "")
 
+    def __post_init__(self) -> None:
+        check_host_settings(self.python, self.interface)
+
 
 @dataclass(frozen=True, slots=True)
 class SlurmJob:
@@ -77,8 +81,7 @@ def slurm_script(request: SlurmRequest, notice: Callable[[str], None]) -> str:
         PacelineError: the request can't be met.
     """
     plan, script = _checked(request, notice)
-    name = request.run.job or directory.new_name(script)
-    return _render(request, plan, request.run.runs / name, script)
+    return _render(request, plan, request.run.planned_folder(script), script)
 
 
 def send_to_slurm(request: SlurmRequest, notice: Callable[[str], None]) -> SlurmJob:
@@ -88,14 +91,13 @@ def send_to_slurm(request: SlurmRequest, notice: Callable[[str], None]) -> Slurm
         PacelineError: the request can't be met, there is no Slurm here, or it refuses.
     """
     plan, script = _checked(request, notice)
-    # What can't be written is refused before there is a folder; without a job's name that is the file's.
-    _render(request, plan, request.run.runs / (request.run.job or script.stem), script)
+    _render(request, plan, request.run.planned_folder(script), script)  # refuses before there is a folder
     check_sbatch(request.options)
     folder, _ = directory.choose_run(request.run, script, lambda text: notice(f"paceline: {text}"), plan.copy_to)
     try:
         directory.write_start(folder, plan, script, request.arguments)
-        environment = {**os.environ, **_environment(request)}
-        number = submit(_render(request, plan, folder, script), request.options, environment)
+        secrets = {name: value for name, value in request.environment.items() if is_secret(name)}
+        number = submit(_render(request, plan, folder, script), request.options, {**os.environ, **secrets})
     except BaseException:  # Ctrl-C too: a job that was not sent leaves no folder, and its name stays free
         directory.remove_unbegun(folder)
         raise

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from paceline.launch.kubernetes.gang_scheduler import EACH_JOB_ALONE, GangScheduler
-from paceline.launch.kubernetes.names import LABEL_VALUE
 from paceline.launch.kubernetes.objects import PodSet, field_of, job_manifests, pod_sets
 from paceline.launch.kubernetes.pods import Manifest
+from paceline.nouns.names import LABEL_VALUE
 
 if TYPE_CHECKING:
     from paceline.launch.kubernetes.job import KubernetesJob

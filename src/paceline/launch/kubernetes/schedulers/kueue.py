@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from paceline.launch.kubernetes.gang_scheduler import EACH_JOB_ALONE, GangScheduler
-from paceline.launch.kubernetes.names import LABEL
 from paceline.launch.kubernetes.objects import PodSet, field_of, job_manifests
 from paceline.launch.kubernetes.pods import Manifest
 from paceline.nouns.errors import did_you_mean
+from paceline.nouns.names import LABEL
 
 if TYPE_CHECKING:
     from paceline.launch.kubernetes.job import KubernetesJob

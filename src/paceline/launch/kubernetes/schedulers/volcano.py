@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from paceline.launch.kubernetes.names import LABEL
 from paceline.launch.kubernetes.objects import pod_sets
 from paceline.launch.kubernetes.pod_group import PodGroupScheduler, mpi_operator_note
 from paceline.launch.kubernetes.pods import Manifest
+from paceline.nouns.names import LABEL
 
 if TYPE_CHECKING:
     from paceline.launch.kubernetes.job import KubernetesJob
