@@ -13,6 +13,7 @@ from typing import Any
 
 from paceline.launch.cluster_file import TABLES
 from paceline.launch.kubernetes.request import KubernetesOptions
+from paceline.launch.sbatch_options import TAKEN
 from paceline.nouns.errors import UsageError
 from paceline.nouns.reading import read_text
 from paceline.run.request import ELASTIC, NAMED_RANK, NODE, PLACES, RANK
@@ -67,16 +68,12 @@ _OF_OTHERS = {
     **dict.fromkeys(("master_addr", "master_port", "rdzv_endpoint", "rdzv_backend", "rdzv_id"), _NO_ADDRESS),
     **dict.fromkeys(("standalone", "node_rank", "machine_rank"), _NO_ADDRESS),
 }
-# The same of sbatch alone: its short flags, and those that only an #SBATCH line takes on.
-_SBATCH_SHORT = {
-    "-N": _NODES,
-    "-p": "write --partition",
-    "-A": "write --account",
-    "-q": "write --qos",
-    "-t": "write --time",
-    "-c": "write --cpus-per-task",
+# The same of sbatch alone: those that no job may have, and those that only an #SBATCH line takes on.
+_SBATCH = {
+    **{f"--{name}": each.fix for name, each in TAKEN.items()},
+    **{f"-{each.letter}": each.fix for each in TAKEN.values()},
 }
-_SBATCH_VALUES = ("gres", "gpus", "gpus_per_task", "mem", "mem_per_cpu", "mem_per_gpu", "constraint", "reservation")
+_SBATCH_VALUES = ("gres", "gpus", "mem", "mem_per_cpu", "mem_per_gpu", "constraint", "reservation")
 _SBATCH_LINES = {f"--{name.replace('_', '-')}": "=VALUE" for name in (*_SBATCH_VALUES, "nodelist", "exclude")}
 _SBATCH_LINES["--exclusive"] = ""
 
@@ -267,8 +264,8 @@ def moved(flag: str, command: str) -> str:
         return "write `paceline submit kubernetes`, which has it"
     if verb == "submit" and name in RUN_FLAGS:
         return "leave it out; `paceline run` has it"
-    if command == "paceline submit slurm" and flag in _SBATCH_SHORT:
-        return _SBATCH_SHORT[flag]
+    if name not in _OF_OTHERS and command == "paceline submit slurm":
+        return _SBATCH.get(flag, "")
     return _OF_OTHERS.get(name, "")
 
 

@@ -71,9 +71,9 @@ TABLES: dict[str, dict[str, Setting]] = {
     },
     "slurm": {
         **_texts("partition", "account", "qos", "time"),
-        "gpus_per_node": Setting(int, 0),
+        "gpus_per_node": Setting(int, 0, named="ranks on a node with"),
         "cpus_per_task": Setting(int, 0),
-        "signal": Setting(int, 120),
+        "signal": Setting(int, 120, named="with --signal {value}$"),
         **_lists("sbatch_option"),
         **_PLACE,
     },

@@ -46,6 +46,23 @@ class Shape:
         return f"{self.nodes}x{self.ranks_per_node}"
 
 
+def check_accelerators(ranks: int, accelerators: int, called: str, fix: str) -> None:
+    """Raise UsageError where a node has fewer accelerators than ranks.
+
+    Args:
+        ranks: of a node.
+        accelerators: of a node.
+        called: what they are, such as "GPUs".
+        fix: the error's last line.
+    """
+    if ranks > accelerators:
+        raise UsageError(
+            f"{ranks} ranks on a node with {accelerators} {called}",
+            "each rank takes one, and where there are fewer, all ranks of the node train on its CPU",
+            fix,
+        )
+
+
 def choose_hosts(listed: str | None, hostfile: Path | None, shape: Shape | None) -> tuple[Host, ...]:
     """Return the hosts that were named; with a shape so many of them, with so many slots each.
 

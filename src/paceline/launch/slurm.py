@@ -10,15 +10,20 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from paceline.launch import sbatch_options
 from paceline.launch.command import STALLED_CODE, STOPPED_CODE, RankCommand, export_lines, quoted
+from paceline.launch.host_choice import check_accelerators
 from paceline.nouns.errors import UsageError
 from paceline.nouns.names import check_name, is_name
 from paceline.nouns.reading import shown
 
-_TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")
-# sbatch takes a line with one of these, in any letters and anywhere in it, for the beginning of another job.
+_TIME = re.compile(r"((?P<days>[0-9]{1,9})-)?(?P<fields>[0-9]{1,9}(:[0-9]{1,2}){0,2})")
+_MOST_SIGNAL_S = 65535  # of sbatch
+_EARLY_S = 60  # Slurm may send the signal so much before it is due: see sbatch's --signal
+# Anywhere in a line, these begin another job for older versions of sbatch, and for slurmctld's burst buffers.
 _OTHER_JOB = re.compile("hetjob|packjob", re.IGNORECASE)
 
 
@@ -62,9 +67,22 @@ class SlurmOptions:
         for text in (self.partition, self.account, self.qos):
             if text:
                 check_name("slurm", text)
-        for line in self.more:
-            if not re.fullmatch(r"--?[a-zA-Z][^\n]*", line):
-                raise UsageError(f"the line {line!r} for sbatch", "it is no option", "write such as --exclusive")
+        sbatch_options.check_lines(self.more)
+        self._check_signal()
+
+    def _check_signal(self) -> None:
+        """Raise UsageError where Slurm can't send the signal, or sends it before the ranks have begun."""
+        if self.signal_s > _MOST_SIGNAL_S:
+            found = f"sbatch takes at most {_MOST_SIGNAL_S} seconds"
+            raise UsageError(f"signal={self.signal_s} for sbatch", found, f"write {_MOST_SIGNAL_S} or less")
+        limit_s = _seconds(self.time)
+        if limit_s and limit_s <= self.signal_s + _EARLY_S:
+            early = f"the ranks are to save {self.signal_s} s before it, and Slurm may tell them {_EARLY_S} s early"
+            raise UsageError(
+                f"the time limit {self.time!r} is {limit_s} s, with --signal {self.signal_s}",
+                f"{early}: before they have begun",
+                f"write a --time above {self.signal_s + _EARLY_S} s, or a lower --signal",
+            )
 
 
 def sbatch_script(rank: RankCommand, options: SlurmOptions) -> str:
@@ -73,7 +91,11 @@ def sbatch_script(rank: RankCommand, options: SlurmOptions) -> str:
     Raises:
         UsageError: the options contradict the ranks, or a path can't stand in a script.
     """
-    lines = [f"--{name}={value}" if value else f"--{name}" for name, value in _written_options(rank, options).items()]
+    gpus = options.gpus_per_node or sbatch_options.gpus_of_node(options.more, rank.nodes)
+    if gpus:
+        fix = f"write -j with at most {gpus} ranks for a node, or ask for {rank.ranks_per_node} GPUs of a node"
+        check_accelerators(rank.ranks_per_node, gpus, "GPUs", fix)
+    lines = [f"--{name}={value}" if value else f"--{name}" for name, value in written_options(rank, options).items()]
     directives = "\n".join([*map(_directive, lines), *map(_own_directive, options.more)])
     # Since Slurm 22.05 srun does not take this over from sbatch.
     cpus = " --cpus-per-task=$SLURM_CPUS_PER_TASK" if options.cpus_per_task else ""
@@ -95,7 +117,7 @@ exit "$code"
 """
 
 
-def _written_options(rank: RankCommand, options: SlurmOptions) -> dict[str, str]:
+def written_options(rank: RankCommand, options: SlurmOptions) -> dict[str, str]:
     """Return the options that the script has by itself, and their values; "": it has none."""
     folder = str(rank.run_dir.resolve())
     check_name("path", folder)
@@ -124,6 +146,11 @@ def _written_options(rank: RankCommand, options: SlurmOptions) -> dict[str, str]
         "cpus-per-task": options.cpus_per_task,
     }
     return written | {name: str(value) for name, value in optional.items() if value}
+
+
+def check_environment(rank: RankCommand, options: SlurmOptions, environment: Mapping[str, str]) -> None:
+    """Raise UsageError where a variable of sbatch's would win over the script."""
+    sbatch_options.check_variables(written_options(rank, options), environment)
 
 
 def check_sbatch(options: SlurmOptions) -> None:
@@ -172,6 +199,25 @@ def _directive(option: str) -> str:
 def _own_directive(line: str) -> str:
     check_name("text", line, f"the line {shown(line)} for sbatch")
     if word := _OTHER_JOB.search(line):
-        found = f"it has {word[0]!r} in it, which sbatch takes for the beginning of another job"
+        found = f"it has {word[0]!r} in it, which Slurm may take for the beginning of another job"
         raise UsageError(f"the line {shown(line)} for sbatch", found, "write it without, such as under another --job")
     return f"#SBATCH {line}"
+
+
+def _seconds(time: str) -> int:
+    """Return a time limit in seconds; 0: there is none.
+
+    Slurm reads minutes, minutes:seconds and hours:minutes:seconds; after days hours, hours:minutes and so on.
+    """
+    if not time:
+        return 0
+    found = _TIME.fullmatch(time)
+    assert found is not None, "it was checked"
+    fields = [int(field) for field in found["fields"].split(":")]
+    if found["days"] is not None:
+        hours, minutes, seconds = [*fields, 0, 0][:3]
+        return ((int(found["days"]) * 24 + hours) * 60 + minutes) * 60 + seconds
+    if len(fields) < 3:
+        fields.insert(0, 0)
+    hours, minutes, seconds = [*fields, 0][:3]
+    return (hours * 60 + minutes) * 60 + seconds

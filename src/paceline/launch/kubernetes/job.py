@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.launch.command import check_variable
+from paceline.launch.host_choice import check_accelerators
 from paceline.launch.kubernetes.gang import SCHEDULERS
 from paceline.launch.kubernetes.gang_scheduler import GangScheduler
 from paceline.launch.kubernetes.quantities import read_quantity
@@ -181,12 +182,9 @@ class KubernetesJob:
                 f"the plan {self.plan.line()} has {world}",
                 f"write -j NODESxRANKS with a product of {world}, or a plan of {ranks} ranks",
             )
-        if self.accelerators and self.ranks_per_node > self.accelerators:
-            raise UsageError(
-                f"{self.ranks_per_node} ranks on a node with {self.accelerators} of {self.accelerator}",
-                "each rank takes one",
-                f"write at most {self.accelerators} ranks for a node, or 0 accelerators to train on CPUs",
-            )
+        if self.accelerators:
+            fix = f"write at most {self.accelerators} ranks for a node, or 0 accelerators to train on CPUs"
+            check_accelerators(self.ranks_per_node, self.accelerators, f"of {self.accelerator}", fix)
 
     def _check_resources(self) -> None:
         for what, text in (

@@ -11,7 +11,7 @@ from pathlib import Path
 from paceline.launch.command import RankCommand, is_secret
 from paceline.launch.host_choice import Shape
 from paceline.launch.plan_choice import PlanRequest, choose_plan
-from paceline.launch.slurm import SlurmOptions, check_sbatch, sbatch_script, submit
+from paceline.launch.slurm import SlurmOptions, check_environment, check_sbatch, sbatch_script, submit
 from paceline.launch.workload_file import read_workload_file
 from paceline.nouns.plan import Plan
 from paceline.nouns.user_program import MODULE
@@ -132,4 +132,5 @@ def _render(request: SlurmRequest, plan: Plan, run_dir: Path, file: Path) -> str
         python=request.python,
         stall_timeout_s=request.stall_timeout_s,
     )
+    check_environment(rank, request.options, os.environ)
     return sbatch_script(rank, request.options)
