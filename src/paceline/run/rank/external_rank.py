@@ -50,6 +50,7 @@ SETTLE_S = 1.0  # for what the others write down about a failure, or after a sig
 TELL_S = 10.0  # of waiting for other ranks, until people are told
 _LOOK_S = 1.0  # between two looks for ranks that make no progress, and two tries to write the mark
 _POLL_S = 0.1
+_STOPS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -177,13 +178,17 @@ class JoinedRank:
             print(line, flush=True)
         if self.progress.read():
             self.timeout.progress()
-        failure = self.timeout.look(now_s, _time_stamp(), self.ends.read(range(self.size)), pids)
+        is_due = 0 < self.timeout.seconds <= self.timeout.quiet_s  # of a large job not every second
+        ended = self.ends.read(range(self.size)) if is_due else {}
+        failure = self.timeout.look(now_s, _time_stamp(), ended, pids)
+        if not _STOPS.isdisjoint(self.signals):  # after it the ranks save, in the time that the launcher gives them
+            failure = None
         left = None
         if failure is None and "PACELINE_COORDINATOR" not in os.environ:  # workers of servers don't wait for each other
             left = self.stalls.who_left()
         if left is not None:
             failure = left_early(left, _time_stamp(), "it left its loop and closed the job")
-        if failure is not None and not self.signals and not read_failures(self.run_dir):
+        if failure is not None and not read_failures(self.run_dir):
             self.left = failure
             self._write(failure)
             os.kill(self.pid, signal.SIGKILL)

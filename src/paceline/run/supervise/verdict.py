@@ -47,10 +47,10 @@ class Verdict:
 
     def answers(self) -> Facts | None:
         """Return what the ranks answered, once. Before, ask them, and return None."""
-        facts = self.facts
-        if facts is None:
+        if self.facts is None:
             self.begin()
-        self.facts = None
+            return None
+        facts, self.facts = self.facts, None
         return facts
 
     def drop(self) -> None:
