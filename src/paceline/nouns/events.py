@@ -22,7 +22,7 @@ _FORMS: dict[str, dict[str, Form]] = {
     "step": {
         "step": COUNT, "position": COUNT, "samples": COUNT, "loss": NUMBER, "at": float, "memory_bytes": COUNT,
         "seconds?": (NUMBER, None), "weight?": (NUMBER, None), "sent_bytes?": (NUMBER, None),
-        "gradient_norm?": (NUMBER, None), "loss_scale?": (NUMBER, None), "times?": {str: NUMBER},
+        "gradient_norm?": (NUMBER, None), "loss_scale?": (NUMBER, None),
     },
     "checkpoint": {**_NAMED, "path": str, "removed?": [str]},
     "copied": {**_NAMED, "path": str, "url": str},
