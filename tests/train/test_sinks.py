@@ -215,6 +215,36 @@ def test_a_package_that_takes_long_to_import_is_waited_for(soon, tmp_path, monke
         open_sinks([make], None)
 
 
+class Busy(Keeps):
+    """Computes for longer than a sink that waits would have."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+        self.compute()
+
+    def compute(self):
+        end_s = time.monotonic() + self.seconds
+        while time.monotonic() < end_s:
+            sum(range(1000))
+
+    def write(self, event):
+        self.compute()
+        super().write(event)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="needs Linux, which says what a thread does")
+def test_a_sink_that_computes_has_more_time_than_one_that_waits(soon, capsys):
+    """So on a busy machine a healthy one loses nothing."""
+    events = Events(None, sinks=open_sinks([lambda _: Busy(0.3), lambda _: soon.wait() and Keeps()], None))
+    assert [type(each.sink) for each in events.sinks] == [Busy, type(None)]
+    events.write({"event": "start"})
+    events.close()
+    said = capsys.readouterr().err
+    assert "the sink Busy" not in said
+    assert said.count("(sinks[1])") == 2, said
+
+
 def test_settings_that_are_refused_late_leave_the_sink_out(soon, capsys):
     def refuse(_):
         soon.wait()

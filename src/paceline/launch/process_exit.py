@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-FAILED_S = 8.0  # for what runs at the exit after a failure, such as sinks, which have 2 s; children end with it
+FAILED_S = 8.0  # for what runs at the exit after a failure, such as sinks, which have 5 s; children end with it
 TELL_S = 10.0  # of waiting at the exit, until people are told for what
 
 

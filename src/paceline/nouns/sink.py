@@ -51,7 +51,7 @@ class Sink(Protocol):
         """
 
     def close(self) -> None:
-        """Write what is left. Called once, after the last event; nothing waits longer than two seconds for it.
+        """Write what is left. Called once, after the last event; waited for two seconds, or five while it computes.
 
         Examples:
             >>> class Files:

@@ -53,7 +53,8 @@ class WandB:
                 "pip install 'paceline[wandb]', or leave WandB out of sinks",
             ) from None
         mode = settings.get("mode") or os.environ.get("WANDB_MODE", "online")
-        if mode not in ("offline", "disabled", "dryrun") and not _has_key(wandb):
+        is_online = mode not in ("offline", "disabled", "dryrun")
+        if is_online and not _has_key(wandb):
             raise UsageError(
                 "can't send to Weights & Biases",
                 "there is no key for it",
@@ -71,10 +72,17 @@ class WandB:
         # away would hold `close`, and what W&B runs at the exit.
         same_run["settings"] = wandb.Settings(console="off", finish_timeout=_FINISH_S, finish_timeout_raises=True)
         folder = str(run_dir or Path.cwd())
-        self.address = address_of(_settings(wandb).base_url)
+        self.address = address_of(_settings(wandb).base_url) if is_online else folder
         self.options = {"project": project, "dir": folder, **same_run, **settings}
-        self.run: Any = None  # made in `write`: its server may be away
+        self.run: Any = None
         self.facts: dict[str, Any] = {}  # that the run's configuration does not have yet
+        if not is_online:  # else in `write`: the server may be away
+            self._begin()
+
+    def _begin(self) -> None:
+        """Begin the run of W&B, or go on with it."""
+        self.run = self.wandb.init(**self.options)
+        self.run.define_metric("*", step_metric=_STEP)
 
     def write(self, event: Mapping[str, Any]) -> None:
         """Write what an event has of numbers, text and pictures."""
@@ -83,8 +91,7 @@ class WandB:
         if kind == "start":
             self.facts = {name: event[name] for name in ("total_steps", "samples", "batch_size", "world_size")}
         if self.run is None:
-            self.run = self.wandb.init(**self.options)
-            self.run.define_metric("*", step_metric=_STEP)
+            self._begin()
         if self.facts:
             self.run.config.update(self.facts, allow_val_change=True)
             self.facts = {}

@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,10 @@ from paceline.nouns.parts import shown
 from paceline.nouns.sink import CLOSE_S, MakeSink, Sink
 
 QUEUE_EVENTS = 1000  # that a sink may lag behind; about 1 KiB each
-OPEN_S = 1.0  # that the first step waits for all sinks together, besides what they import
-IMPORT_S = 60.0  # for that: a cold file system
+OPEN_S = 1.0  # that the first step waits for sinks which themselves wait
+OPEN_MOST_S = 30.0  # for those that import or compute: a cold file system, a busy machine
+CLOSE_MOST_S = 5.0  # the same at the end, in place of CLOSE_S
+_AT_WORK = 0.1  # of the time, from which on a thread computes more than it waits for an answer
 SLOW_S = 10.0  # of one call, until people are told
 RETRY_S = 10.0  # between two tries to make a sink
 
@@ -45,13 +47,15 @@ class SinkThread:
         self.sink: Sink | None = None
         self.refusal: PacelineError | None = None
         self.events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: the end
-        self.has_been_tried = threading.Event()
+        self.has_been_tried = threading.Event()  # to make it
+        self.has_ended = threading.Event()
         self.is_ending = threading.Event()
         self.has_begun = False  # the job: it can no longer be refused
         self.is_left_out = False
         self.told: set[str] = set()  # kinds of trouble
         self.offered = 0
         self.taken = 0
+        self.work_before = (0, 0.0)  # events that it had taken, and seconds
         self.call = "making it"
         self.called_s: float | None = time.monotonic()  # None: between two calls
         # daemon: a sink that hangs must not keep the process alive.
@@ -76,34 +80,48 @@ class SinkThread:
         if since_s is not None and time.monotonic() - since_s > SLOW_S:
             self._tell("late", f"has not come back from {self.call} for {SLOW_S:g} s; {waiting + 1} events wait for it")
 
-    def await_making(self, deadline_s: float) -> None:
-        """Wait until the first try to make the sink has ended, or until `deadline_s` of `time.monotonic`.
-
-        Importing its package is waited for: it says whether the package is there, and a process that is forked
-        meanwhile would have half of a module.
-        """
-        until_s = time.monotonic() + IMPORT_S
-        while not self.has_been_tried.wait(max(0.0, deadline_s - time.monotonic())):
-            if not self._is_importing() or time.monotonic() > until_s:
-                self._tell("late", f"has not been made within {OPEN_S:g} s; up to {QUEUE_EVENTS} events wait for it")
-                return
-            deadline_s = time.monotonic() + OPEN_S / 10
-
     def end(self) -> None:
         """Have the sink take what is left, and close; don't wait for it."""
         self.is_ending.set()
         self.events.put(None)
 
-    def wait(self, deadline_s: float) -> None:
-        """Wait for the sink's end; give up on it at `deadline_s` of `time.monotonic`. Say what did not arrive."""
-        self.thread.join(max(0.0, deadline_s - time.monotonic()))
+    def tell_end(self) -> None:
+        """Say what did not arrive. Nothing waits for the sink any more."""
         lost = max(self.offered - self.taken, getattr(self.sink, "unsent", 0))
         counted = f"{lost} of {self.offered} events did not arrive" if lost else "its last events may be lost"
-        if self.thread.is_alive():
+        if not self.has_ended.is_set():
             self.told |= {"late", "failed"}  # what comes of it in the rest of the process is no news
             notice(f"{self} did not end within {CLOSE_S:g} s, it waits in {self.call}; {counted}")
         elif lost:
             notice(f"{self} has ended; {counted}")
+
+    def tell_late(self) -> None:
+        """Say that the first step does not wait for the sink."""
+        self._tell("late", f"has not been made within {OPEN_S:g} s; up to {QUEUE_EVENTS} events wait for it")
+
+    def has_worked(self, span_s: float) -> bool:
+        """True if since the last call, `span_s` before, the thread was at work: it did not just wait for an answer.
+
+        What it imports is work: it says whether a package is there, and no process may be forked meanwhile.
+        """
+        taken, computed_s = self.taken, self._computed_s()
+        taken_before, computed_before_s = self.work_before
+        self.work_before = taken, computed_s
+        return taken > taken_before or computed_s - computed_before_s > _AT_WORK * span_s or self._is_importing()
+
+    def _computed_s(self) -> float:
+        """Return the seconds that the thread was on a processor or waited for one; 0 where the system does not say."""
+        try:
+            nanoseconds = Path(f"/proc/self/task/{self.thread.native_id}/schedstat").read_text().split()[:2]
+            return sum(map(int, nanoseconds)) / 1e9
+        except (OSError, ValueError):
+            return 0.0
+
+    def _is_importing(self) -> bool:
+        frame = sys._current_frames().get(self.thread.ident or 0)
+        while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+            frame = frame.f_back
+        return frame is not None
 
     def _run(self) -> None:
         try:
@@ -122,6 +140,7 @@ class SinkThread:
                     self.sink.close()
         finally:
             self.has_been_tried.set()
+            self.has_ended.set()
 
     def _make(self) -> None:
         """Make the sink, and try again until the job ends where its server is away."""
@@ -162,12 +181,6 @@ class SinkThread:
         self.call = call
         self.called_s = time.monotonic()
 
-    def _is_importing(self) -> bool:
-        frame = sys._current_frames().get(self.thread.ident or 0)
-        while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
-            frame = frame.f_back
-        return frame is not None
-
     def _tell(self, kind: str, what: str) -> None:
         """Say what is wrong, once for each kind; the end says how many events were lost."""
         if kind not in self.told:
@@ -185,9 +198,9 @@ def open_sinks(makers: Sequence[MakeSink], run_dir: Path | None) -> list[SinkThr
     for index, make in enumerate(makers):
         name = f"{getattr(make, '__name__', type(make).__name__)} (sinks[{index}])"
         sinks.append(SinkThread(make, name, run_dir))
-    deadline_s = time.monotonic() + OPEN_S
+    for late in _await(sinks, lambda sink: sink.has_been_tried, OPEN_S, OPEN_MOST_S):
+        late.tell_late()
     for sink in sinks:
-        sink.await_making(deadline_s)
         sink.has_begun = True
     refusal = next((sink.refusal for sink in sinks if sink.refusal is not None), None)
     if refusal is not None:
@@ -198,12 +211,33 @@ def open_sinks(makers: Sequence[MakeSink], run_dir: Path | None) -> list[SinkThr
 
 
 def close_sinks(sinks: Sequence[SinkThread]) -> None:
-    """Close all sinks, within `CLOSE_S` together."""
-    deadline_s = time.monotonic() + CLOSE_S
+    """Close all sinks, within `CLOSE_S` together; those that still compute then have until `CLOSE_MOST_S`."""
     for sink in sinks:  # all of them at once
         sink.end()
+    _await(sinks, lambda sink: sink.has_ended, CLOSE_S, CLOSE_MOST_S)
     for sink in sinks:
-        sink.wait(deadline_s)
+        sink.tell_end()
+
+
+def _await(
+    sinks: Sequence[SinkThread], done_of: Callable[[SinkThread], threading.Event], each_s: float, most_s: float
+) -> list[SinkThread]:
+    """Wait for sinks for `each_s`, and again for those that were at work meanwhile. Return those that are not done."""
+    until_s = time.monotonic() + most_s
+    waiting = list(sinks)
+    late = []
+    while waiting:
+        span_s = max(0.0, min(each_s, until_s - time.monotonic()))
+        end_s = time.monotonic() + span_s
+        for sink in waiting:
+            sink.has_worked(span_s)  # from here on
+        for sink in waiting:
+            done_of(sink).wait(max(0.0, end_s - time.monotonic()))
+        left = [sink for sink in waiting if not done_of(sink).is_set()]
+        has_time = time.monotonic() < until_s
+        waiting = [sink for sink in left if has_time and sink.has_worked(span_s)]
+        late += [sink for sink in left if sink not in waiting]
+    return late
 
 
 def notice(text: str) -> None:
