@@ -17,6 +17,7 @@ import torch
 from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.export import plan_export, write_export
 from paceline.checkpoint.load import read_own, read_parts
+from paceline.checkpoint.owner import read_owner
 from paceline.checkpoint.save import _wait_for_notes
 from paceline.checkpoint.tensor_file import TensorFile
 from paceline.cli.server import _coordinator
@@ -590,6 +591,18 @@ def _runs() -> Iterator[Target]:
     yield Target(
         "servers.json", "disk", [servers], _of_file("servers.json", lambda path: _coordinator(str(path.parent)))
     )
+    owner = {
+        "token": "a",
+        "launch": "",
+        "host": "h1",
+        "boot": "b",
+        "pid": 7,
+        "started": "9",
+        "since": 5,
+        "command": "x",
+    }
+    read = _of_file("owner.json", lambda path: str(read_owner(path.parent)))
+    yield Target("owner.json", "disk", [_encoded(owner)], read)
     yield Target("generation", "disk", [b"3"], _of_file("generation", lambda path: last_generation(path.parent)))
     yield Target(
         "corpus.json", "disk", [_encoded(_corpus())], _of_file("corpus.json", lambda at: read_corpus(at.parent))

@@ -18,7 +18,7 @@ from paceline.comm import api
 from paceline.nouns.errors import CheckpointError, UsageError
 from paceline.nouns.plan import Plan
 from paceline.run import directory
-from paceline.run.directory import find_resume_point
+from paceline.run.directory import RunChoice, find_resume_point
 from paceline.train import last_checkpoint
 from paceline.train.job import Job
 
@@ -459,7 +459,8 @@ def test_a_job_whose_last_step_is_not_saved_has_failed(tmp_path, is_stopped):
 
 
 def test_a_start_tries_the_folder_of_checkpoints(tmp_path):
-    folder = directory.new_run(tmp_path, "a", Path("train.py"))
+    with directory.new_run(RunChoice(runs=tmp_path, job="a"), Path("train.py"), print) as owned:
+        folder = owned.folder
     become_a_file(folder / "checkpoints")
     with pytest.raises(UsageError, match="checkpoints\n  found: it can't be written"):
         directory.check_writable(folder)

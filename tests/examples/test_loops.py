@@ -16,7 +16,7 @@ import pytest
 
 from paceline.checkpoint.manifest import list_checkpoints
 from paceline.nouns.plan import Plan
-from paceline.run.directory import new_run, write_start
+from paceline.run.directory import RunChoice, new_run, write_start
 
 from support.jobs import paceline
 from support.ranks import preload, run_ranks
@@ -92,7 +92,8 @@ def be_rank(rank, run_dir, file):
 def ends_under(folder, name, plan):
     """Where the ranks of a plan end: forks of the tests' own fork server, which has imported torch."""
     file = write(folder, name)
-    run_dir = new_run(folder / "runs", plan, file)
+    with new_run(RunChoice(runs=folder / "runs", job=plan), file, print) as owned:
+        run_dir = owned.folder
     write_start(run_dir, Plan.parse(plan), file, [])
     said = run_ranks(Plan.parse(plan).world_size, be_rank, run_dir, file)
     assert list_checkpoints(run_dir / "checkpoints"), "the last step is not saved"

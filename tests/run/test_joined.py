@@ -19,20 +19,9 @@ from paceline.run.ends import Ends, first_of
 from paceline.run.failures import LEFT, in_one_line, lost_server
 from paceline.run.rank.external_rank import JoinedRank
 
-from support.jobs import LOOP, STEPS, command, leftovers, losses, marked, start, wait_for, write_workload
+from support.jobs import LOOP, STEPS, command, leftovers, losses, marked, start_ranks, wait_for, write_workload
 
 SETTLED_S = 90
-
-
-def start_ranks(folder, file, ranks=2, **environment):
-    """The ranks as Open MPI's mpirun would start them, and with nothing above them."""
-    jobs = []
-    for rank in range(ranks):
-        own = {"RANK": rank, "SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_SIZE": ranks}
-        place = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in own.items()}
-        words = ("run", "--job", "a", "--checkpoint-every", "0", file)
-        jobs.append(start(folder, *words, PMIX_NAMESPACE=f"test-{os.getpid()}", **place, **environment))
-    return jobs
 
 
 def end_of(jobs):

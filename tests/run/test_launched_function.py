@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 import paceline
 from paceline.checkpoint.export import plan_export
+from paceline.checkpoint.owner import take
 from paceline.nouns.errors import MeshError, PlanError, ReadError, UsageError
 from paceline.run.plain_values import read_value, write_value
 from paceline.run.sent_function import Sent, pack
@@ -115,6 +116,12 @@ def test_a_run_that_is_there_needs_resume(tmp_path):
         paceline.launch(train, run_dir=tmp_path / "a")
     (tmp_path / "a" / "plan.json").unlink()
     (tmp_path / "a").rmdir()
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_a_run_directory_that_a_living_job_has_is_refused(tmp_path):
+    with take(tmp_path / "a", print, ""), pytest.raises(UsageError, match="or write another run_dir than a"):
+        paceline.launch(train, run_dir=tmp_path / "a")
 
 
 def test_a_missing_package_is_named(monkeypatch):

@@ -10,6 +10,7 @@ import signal
 
 import pytest
 
+from paceline.checkpoint.owner import RECORD, take
 from paceline.cli.main import main
 from paceline.nouns.errors import CheckpointError
 from paceline.nouns.plan import Plan
@@ -57,7 +58,7 @@ LOSS = failed(1, is_paceline=True, type="LossError")
 def tries(tmp_path, monkeypatch):
     """Runs tries that end as they are told, each after its last step; None: before the first."""
 
-    def run(most, *told, between=lambda number: None, assignments=restarts.no_assignments):
+    def run(most, *told, between=lambda number: None, assignments=restarts.no_assignments, owned=None):
         requests = []
 
         class Told:
@@ -82,7 +83,8 @@ def tries(tmp_path, monkeypatch):
         monkeypatch.setattr(restarts, "Supervisor", Told)
         said = io.StringIO()
         job = Tries(Plan(mesh="replicate=2"), Restarts(most, assignments), Screen(io.StringIO(), said))
-        ending, progress = job.run(JobRequest(tmp_path / "file.py", (), 2, tmp_path, environment={"A": "1"}))
+        request = JobRequest(tmp_path / "file.py", (), 2, tmp_path, environment={"A": "1"}, owned=owned)
+        ending, progress = job.run(request)
         return ending, progress, requests, said.getvalue()
 
     return lambda *words, between=lambda *_: None, **more: run(*words, between=between, **more)
@@ -169,6 +171,23 @@ def test_a_signal_between_two_tries_ends_the_job(tries, when):
     assert len(requests) == 1
     wanted = ("failed", 1) if when == "at the end of a try" else ("stopped", 130)
     assert (ending.status, ending.exit_code) == wanted
+
+
+def test_what_an_earlier_try_left_may_write_nothing(tries, tmp_path):
+    tokens = []
+    with take(tmp_path, print, "") as owned:
+        tries(2, (KILLED, 3), (KILLED, 6), (DONE, 9), between=lambda *_: tokens.append(owned.owner.token), owned=owned)
+    assert len(set(tokens)) == 3
+
+
+def test_a_job_that_lost_its_run_directory_is_not_started_again(tries, tmp_path):
+    def lose(number, asked_to_stop):
+        record = json.loads((tmp_path / RECORD).read_text())
+        (tmp_path / RECORD).write_text(json.dumps({**record, "token": "other"}))
+
+    with take(tmp_path, print, "") as owned:
+        ending, _, requests, said = tries(2, (KILLED, 3), between=lose, owned=owned)
+    assert (ending.status, len(requests), said) == ("failed", 1, "")
 
 
 def test_hosts_are_asked_for_anew(tries):

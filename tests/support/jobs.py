@@ -119,6 +119,17 @@ def start(folder: Path, *words: str | Path, stderr=subprocess.PIPE, **environmen
     )
 
 
+def start_ranks(folder: Path, file: Path, *words: str, ranks: int = 2, **environment: str) -> list[subprocess.Popen]:
+    """Start the ranks of the job `a` as Open MPI's mpirun would, with nothing above them."""
+    jobs = []
+    for rank in range(ranks):
+        own = {"RANK": rank, "SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_SIZE": ranks}
+        place = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in own.items()}
+        variables = {"PMIX_NAMESPACE": f"test-{os.getpid()}", **place, **environment}
+        jobs.append(start(folder, "run", "--job", "a", "--checkpoint-every", "0", *words, file, **variables))
+    return jobs
+
+
 def marked(folder: Path, environment: dict[str, str]) -> dict[str, str]:
     """The environment of a job whose processes and temporary files can be told from others'."""
     (folder / "tmp").mkdir(exist_ok=True)

@@ -36,6 +36,7 @@ from paceline.checkpoint.manifest import (
 )
 from paceline.checkpoint.manifest_merge import as_hex, merged_optimizer, merged_tensors
 from paceline.checkpoint.manifest_schema import fault_of_form
+from paceline.checkpoint.owner import RunTakenError
 from paceline.checkpoint.reshard import LocalTensor, dtype_of, hash_of
 from paceline.checkpoint.tensor_file import DTYPES, TensorFormat, pairs_metadata
 from paceline.nouns.errors import CheckpointError, ReadError, how_to_write
@@ -64,6 +65,7 @@ class CheckpointWriter:
         size: all ranks.
         report: told of each save that ended: an event.
         stale: checkpoints of the run that its job went back from; its next one takes their place.
+        check_owner: raises RunTakenError where another job has the run directory by now.
     """
 
     rank: int
@@ -72,6 +74,7 @@ class CheckpointWriter:
     thread: threading.Thread | None = None
     failure: list[CheckpointError] = field(default_factory=list)
     stale: list[Path] = field(default_factory=list)
+    check_owner: Callable[[], object] = bool
 
     def begin(
         self,
@@ -147,6 +150,7 @@ class CheckpointWriter:
                 # checkpoint.
                 manifest["tensors"] = merged_tensors(notes)
                 manifest["optimizer"] = merged_optimizer(manifest["optimizer"], notes)
+                self.check_owner()  # the others' files may have taken long
                 _publish(partial, folder, manifest)
                 if keep:
                     # After the new one stands: a save that fails removes nothing.
@@ -182,6 +186,8 @@ class CheckpointWriter:
             fix,
         )
         self.failure.append(failure)
+        if isinstance(error, RunTakenError):
+            return  # what stands there is another job's
         if self.rank == 0:
             self.report({"event": "checkpoint_failed", "path": str(folder), "found": reason})
             # Removing the folder while others write would turn the first cause into their "no such folder".

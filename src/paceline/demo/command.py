@@ -16,6 +16,7 @@ from paceline.demo.lines import GUESSES_AFTER, GUESSES_BEFORE, LONGEST, SHORTEST
 from paceline.nouns import module_names
 from paceline.nouns.plan import Plan
 from paceline.run import directory
+from paceline.run.directory import RunChoice
 from paceline.run.failures import format_failure
 from paceline.run.supervise.job import run_job
 from paceline.run.supervise.progress import Screen
@@ -64,7 +65,13 @@ def run_demo(request: DemoRequest, say: Callable[[str], None], screen: Screen) -
     began_s = time.monotonic()
     cores = max(1, (os.cpu_count() or 1) // request.ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(cores))  # the single process gets what each of the others will get
-    folder = directory.new_run(request.runs, None, Path("demo"))
+    with directory.new_run(RunChoice(runs=request.runs), Path("demo"), say) as owned:
+        return _train_and_show(request, owned.folder, say, screen, began_s)
+
+
+def _train_and_show(
+    request: DemoRequest, folder: Path, say: Callable[[str], None], screen: Screen, began_s: float
+) -> dict[str, Any]:
     say("Paceline trains a small BERT to fill in hidden tokens, on text that every Python has:")
     say("the source and docstrings of the standard library.")
     say("")

@@ -16,6 +16,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
 
+from paceline.checkpoint.owner import DESCRIPTOR, TOKEN
 from paceline.launch.rank_assignment import HostRanks, Rendezvous
 from paceline.launch.template import Process, Start
 from paceline.nouns import module_names
@@ -48,6 +49,7 @@ class RankSettings:
         outputs: the writing ends of the processes' output pipes.
         environment: more of it, for the ranks alone.
         function: a descriptor of what every rank calls, in place of the file; -1: nothing.
+        run_lock: the run directory's, which the fork server and the ranks hold too; -1: none. Of this host alone.
     """
 
     script: str
@@ -65,11 +67,17 @@ class RankSettings:
     environment: dict[str, str] = field(default_factory=dict)
     is_forking: bool = False
     function: int = -1
+    run_lock: int = -1
 
     @property
     def processes(self) -> tuple[int, ...]:
         """The ranks of this host, and the servers and coordinator with their numbers after all ranks."""
         return self.host_ranks.processes
+
+    @property
+    def locks(self) -> list[int]:
+        """The descriptors of the locks that every process of this host holds."""
+        return [lock for lock in (self.lock, self.run_lock) if lock >= 0]
 
     def to_json(self) -> str:
         """Return the settings as one line."""
@@ -123,7 +131,6 @@ def start_ranks(settings: RankSettings, start: Start = subprocess.Popen) -> Fork
     # Both ways: settings and restarts go down, starts and ends come up. Whoever dies first, the other reads its end.
     ours, theirs = socket.socketpair()
     listener = [settings.rendezvous.listener] if settings.rendezvous.listener >= 0 else []
-    lock = [settings.lock] if settings.lock >= 0 else []
     function = [settings.function] if settings.function >= 0 else []
     command = [sys.executable, "-m", module_names.FORKSERVER, str(theirs.fileno())]
     # Blocked, and inherited so: until the fork server ignores it, SIGINT would be a KeyboardInterrupt in its imports.
@@ -133,7 +140,7 @@ def start_ranks(settings: RankSettings, start: Start = subprocess.Popen) -> Fork
             command,
             stdin=subprocess.DEVNULL,
             stdout=2,  # an agent's standard output is its connection
-            pass_fds=[theirs.fileno(), *writing, *listener, *lock, *function],
+            pass_fds=[theirs.fileno(), *writing, *listener, *settings.locks, *function],
             env=_environment(settings),
             start_new_session=True,  # Ctrl-C reaches the supervisor alone, which lets the ranks save
         )
@@ -176,7 +183,8 @@ def _environment(settings: RankSettings) -> dict[str, str]:
 def rank_environment(ranks: int) -> dict[str, str]:
     """Return this process's environment for ranks, with the cores shared out and the allocator set, unless they are."""
     environment = dict(os.environ)
-    environment.pop("PACELINE_PLAN", None)  # the ranks' plan is in a file
+    for name in ("PACELINE_PLAN", TOKEN, DESCRIPTOR):  # of a job around this one; the ranks' plan is in a file
+        environment.pop(name, None)
     # torch takes a thread per core in every process: with several ranks they would be more than the cores.
     cores = os.cpu_count() or 1
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))

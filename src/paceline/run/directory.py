@@ -1,10 +1,10 @@
 """The run directory: everything that others may read of a job.
 
 runs/JOB/plan.json  job.json  events.jsonl  failures/RANK.json  stalls/RANK.json  ended/RANK  checkpoints/step-N/
-         result.json  times/RANK.jsonl  output.log  asked/ID/RANK.json
+         result.json  times/RANK.jsonl  output.log  asked/ID/RANK.json  owner.json  owner.lock
 
-plan.json and job.json are written before the ranks start, and result.json after they have ended; the rest is written by
-the ranks and the processes above them.
+A job takes the folder before it writes anything there (checkpoint/owner.py). plan.json and job.json are written before
+the ranks start, and result.json after they have ended; the rest is written by the ranks and the processes above them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 from paceline.checkpoint.copies import check_place, fetch_run, folder_of
 from paceline.checkpoint.manifest import CHECKPOINTS, find_good, list_checkpoints, publish_left, try_writing
+from paceline.checkpoint.owner import Ownership, take, unwritable
 from paceline.nouns.errors import MEETS_NOT, CheckpointError, ReadError, UsageError, how_to_write
 from paceline.nouns.names import check_name, job_name_of
 from paceline.nouns.plan import Plan
@@ -40,6 +41,7 @@ class RunChoice:
         job: the run's name; None: the file's name and the time.
         resume: go on with a run.
         resume_or_start: go on with the run `job`, or start it.
+        naming: what names a run directory, for errors.
 
     Raises:
         UsageError: the name or the path can't be used.
@@ -49,6 +51,7 @@ class RunChoice:
     job: str | None = None
     resume: bool = False
     resume_or_start: bool = False
+    naming: str = "--job"
 
     def __post_init__(self) -> None:
         check_name("path", str(self.runs))
@@ -75,38 +78,68 @@ class RunChoice:
 
 
 def choose_run(
-    choice: RunChoice, script: Path, report: Callable[[str], None], copy_to: str = ""
-) -> tuple[Path, Path | None]:
-    """Make or find the run directory, and return it with the checkpoint to go on from.
+    choice: RunChoice, script: Path, report: Callable[[str], None], copy_to: str = "", launch: str = ""
+) -> tuple[Ownership, Path | None]:
+    """Make or find the run directory and take it, and return it with the checkpoint to go on from.
 
     Args:
         choice: what somebody asks for.
         script: the workload file.
         report: told what people should know.
         copy_to: where checkpoints are copied to; a run goes on from the newest there, if that is newer.
+        launch: what the job's ranks have in common, where another launcher started them.
 
     Raises:
-        UsageError: there is no such run, or a new one can't be made.
+        UsageError: there is no such run, a new one can't be made, or a living job has it.
         CheckpointError: the run has checkpoints, but none is whole; or `copy_to` can't be reached.
     """
     if copy_to:
         check_copies(choice, copy_to)
-        fetch_copies(choice, script, report, copy_to)
-    # job.json is written when a job starts: without it there is nothing to go on with.
-    may_start = False
-    if choice.resume_or_start and choice.job:
-        may_start = not (choice.folder / "job.json").exists()
-    if may_start or not choice.must_go_on:
-        return new_run(choice.runs, choice.job, script), None
+    if not choice.must_go_on:
+        return new_run(choice, script, report, launch), None
     if choice.job is None and not choice.resume:
         raise UsageError("--resume-or-start needs a job's name", "no job is named", "write --job NAME")
-    folder = find_run(choice.runs, choice.job, script)
+    if choice.job is None or not (choice.resume_or_start or copy_to):  # else it may be made, or be fetched
+        folder = find_run(choice.runs, choice.job, script)
+    else:
+        folder = choice.folder
     check_version(folder)
+    owned = own(choice, folder, report, launch)
+    try:
+        if copy_to:
+            fetch_copies(choice, script, report, copy_to)
+        resume = _go_on(choice, folder, script, report)
+    except BaseException:
+        owned.release(has_begun=False)
+        raise
+    return owned, resume
+
+
+def own(choice: RunChoice, folder: Path, report: Callable[[str], None], launch: str = "") -> Ownership:
+    """Take the run directory `folder` for a job: see `checkpoint/owner.py`.
+
+    Raises:
+        UsageError: a living job has it, or it can't be written.
+    """
+    owned = take(folder, report, f"another {choice.naming} than {folder.name}", launch)
+    owned.start_beating()
+    return owned
+
+
+def _go_on(choice: RunChoice, folder: Path, script: Path, report: Callable[[str], None]) -> Path | None:
+    """Return the checkpoint from which the run in `folder` goes on; None: it starts at step 0, maybe as a new run."""
+    # job.json is written when a job starts: without it there is nothing to go on with.
+    if choice.resume_or_start and not (folder / "job.json").exists():
+        _check_is_new(folder)
+        check_writable(folder)
+        return None
+    find_run(choice.runs, folder.name if choice.job is None else choice.job, script)
+    check_version(folder)  # it may have been fetched
     check_writable(folder)
     resume = find_resume_point(folder, report)
     place = f" at {resume.name}" if resume else ""
     report(f"{folder.name} goes on{place}")
-    return folder, resume
+    return resume
 
 
 def check_copies(choice: RunChoice, copy_to: str) -> None:
@@ -144,26 +177,47 @@ def fetch_copies(choice: RunChoice, script: Path, report: Callable[[str], None],
         raise
 
 
-def new_run(runs: Path, job: str | None, script: Path) -> Path:
-    """Make a new run directory; named after the file and the time unless `job` says how.
+def new_run(choice: RunChoice, script: Path, report: Callable[[str], None], launch: str = "") -> Ownership:
+    """Make a new run directory and take it; it is named after the file and the time unless `choice.job` says how.
 
     Raises:
         UsageError: the job exists, or the folder can't be made.
     """
-    name = new_name(script) if job is None else job
-    folder = runs / name
+    name = new_name(script) if choice.job is None else choice.job
+    folder = choice.runs / name
     number = 1
-    while job is None and folder.exists():
+    while choice.job is None and not _is_made(folder):
         number += 1
-        folder = runs / f"{name}-{number}"
+        folder = choice.runs / f"{name}-{number}"
+    _check_is_new(folder)  # before anything is written there
+    owned = own(choice, folder, report, launch)
+    try:
+        _check_is_new(folder)  # it may have become a run, and ended, since
+        check_writable(folder)
+    except BaseException:
+        owned.release(has_begun=False)
+        raise
+    return owned
+
+
+def _is_made(folder: Path) -> bool:
+    """Make a folder; False if there is one. Of several processes that try, one alone makes it."""
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise unwritable(folder, error) from None
+    return True
+
+
+def _check_is_new(folder: Path) -> None:
     if (folder / "plan.json").exists():
         raise UsageError(
-            f"can't make a new job {name!r} in {runs}",
+            f"can't make a new job {folder.name!r} in {folder.parent}",
             "it exists",
-            f"write --resume to go on with it, or another --job than {name}",
+            f"write --resume to go on with it, or another --job than {folder.name}",
         )
-    check_writable(folder)
-    return folder
 
 
 def check_writable(folder: Path) -> None:
@@ -176,11 +230,7 @@ def check_writable(folder: Path) -> None:
         try:
             try_writing(inside, "start")
         except OSError as error:
-            raise UsageError(
-                f"can't write to {inside}",
-                f"it can't be written ({error.strerror})",
-                how_to_write(error),
-            ) from None
+            raise unwritable(inside, error) from None
 
 
 def remove_unbegun(folder: Path) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint.owner import SILENT_S
 from paceline.launch.command import STOPPED_CODE
 from paceline.nouns.errors import ReadError
 from paceline.nouns.reading import parse_whole, read_text, regular
@@ -22,8 +23,6 @@ from paceline.run.failures import first_cause, left_early, never_ended, read_fai
 
 FOLDER = "ended"  # in the run directory
 # Seconds.
-HEARTBEAT_S = 10.0  # between two touches
-SILENT_S = 60.0  # without a touch, until a rank counts as one that will not write its end
 _LOOK_S = 1.0  # what one look counts at most: this process, or its whole allocation, may have been suspended
 _WIDTH = 4  # characters of a status: "-64" to "256"
 _MOST = 256

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint.owner import Ownership
 from paceline.launch.plan_choice import PlanRequest, choose_plan
 from paceline.nouns import arguments as arguments_of
 from paceline.nouns.errors import RankFailedError, UsageError
@@ -66,8 +67,8 @@ def launch(
 
     Raises:
         RankFailedError: a rank failed. It has that rank's error and traceback; the other ranks were ended.
-        UsageError: the function can't be sent or returned something else, this process is a rank itself, or `run_dir`
-            has a job and `resume` is False, or a name that no job has.
+        UsageError: the function can't be sent or returned something else, this process is a rank itself, `run_dir`
+            has a job and `resume` is False, a living job has `run_dir`, or its name is none that a job has.
         MeshError: the plan does not fit the number of ranks.
         PlanError: the plan contradicts itself.
         CheckpointError: `run_dir` has checkpoints, and none is whole.
@@ -101,9 +102,13 @@ def launch(
             "leave server out, or write a file and start it with `paceline run`",
         )
     sent = pack(function, arguments, run_dir is not None)
-    with _private() as private:
+    with _private() as private, contextlib.ExitStack() as stack:
         script = _source_of(function)
-        folder, checkpoint = _run_folder(private, run_dir, resume, script, screen)
+        owned, checkpoint = _run_folder(run_dir, resume, script, screen)
+        if owned is not None:
+            stack.enter_context(owned)
+        folder = private.path / "run" if owned is None else owned.folder
+        (folder / "failures").mkdir(parents=True, exist_ok=True)
         descriptor = sent.write()
         request = JobRequest(
             script,
@@ -115,6 +120,7 @@ def launch(
             GRACE_S if run_dir is not None else 0.0,
             private=private,
             function=descriptor,
+            owned=owned,
         )
         try:
             ending, progress = _run(chosen, request, screen)
@@ -172,17 +178,14 @@ def _check(function: object) -> None:
 
 
 def _run_folder(
-    private: PrivateFolder, run_dir: str | Path | None, resume: bool, script: Path, screen: Screen
-) -> tuple[Path, Path | None]:
-    """Return the run directory, and the checkpoint to go on from."""
+    run_dir: str | Path | None, resume: bool, script: Path, screen: Screen
+) -> tuple[Ownership | None, Path | None]:
+    """Take the run directory, and return it with the checkpoint to go on from; None: there is to be none."""
     if run_dir is None:
         if resume:
             raise UsageError("resume=True needs a run directory", "run_dir is None", "name it with run_dir")
-        folder = private.path / "run"
-        (folder / "failures").mkdir(parents=True)
-        return folder, None
+        return None, None
     folder = Path(os.path.abspath(run_dir))  # `..` is not the name of a folder
-    choice = RunChoice(runs=folder.parent, job=folder.name, resume=resume)
     has_run = (folder / "plan.json").exists()
     if resume and not has_run:
         raise UsageError(f"can't resume the job in {folder}", "there is none", "leave resume=True out to start one")
@@ -190,6 +193,7 @@ def _run_folder(
         raise UsageError(
             f"can't start a job in {folder}", "there is one", "write resume=True to go on with it, or another run_dir"
         )
+    choice = RunChoice(runs=folder.parent, job=folder.name, resume=resume, naming="run_dir")
     return directory.choose_run(choice, script, lambda text: screen.say(f"paceline: {text}"))
 
 

@@ -1130,6 +1130,8 @@ class Job:
         return {"loss": self.workload.loss(model, batch)}
 
     def _begin_run(self) -> None:
+        prepare.learn_owner(os.environ)
+        prepare.check_owner(os.environ)
         self.total_steps, self.end = self.loader.length()
         self.step_number = 0
         self.position = 0
@@ -1156,7 +1158,8 @@ class Job:
         _newest_job[:] = [weakref.ref(self)]
         _launched_job[:] = [self] if FOLDER in os.environ else []
         self.board = StepBoard(self.steps.board_place)
-        self.writer = CheckpointWriter(*self.steps.writer_place, self._report_save)
+        check_owner = partial(prepare.check_owner, os.environ)
+        self.writer = CheckpointWriter(*self.steps.writer_place, self._report_save, check_owner=check_owner)
         self.pictures = Pictures(self.run_dir)
         self.events = open_events(self.rank, self.run_dir, self.workload.sinks)
         self.events.write(
@@ -1280,6 +1283,7 @@ class Job:
             folder: the checkpoint.
             keep: as `CheckpointWriter.begin` takes it.
         """
+        prepare.check_owner(os.environ)
         if self.rank == 0:
             remove_partial(folder)
         self.world.barrier()
@@ -1301,7 +1305,7 @@ class Job:
             self._begin_checkpoint(folder, keep)
 
     def _begin_checkpoint(self, folder: Path, keep: int) -> None:
-        prepare.check_generation(os.environ)
+        prepare.check_owner(os.environ)
         self.first_step.poll(self, waits=True)
         self.finish_save()
         if not self.steps.is_saving:

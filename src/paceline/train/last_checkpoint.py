@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import tempfile
 import time
@@ -27,6 +28,7 @@ from paceline.checkpoint.manifest import (
 )
 from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import CheckpointError, how_to_write
+from paceline.train import prepare
 
 if TYPE_CHECKING:
     from paceline.train.job import Job
@@ -72,6 +74,7 @@ def set_aside(job: Job) -> None:
 def discard_left(job: Job) -> None:
     """Remove what was set aside: the job is closed without a checkpoint of its last step."""
     if job.left is not None and job.rank == 0:
+        prepare.check_owner(os.environ)
         shutil.rmtree(left_of(job.left.folder), ignore_errors=True)
     job.left = None
 
@@ -127,6 +130,7 @@ def save_last_step(job: Job) -> None:
     """
     if not job.steps.is_saving:
         return
+    prepare.check_owner(os.environ)
     if _ends_as_loaded(job) or _is_saved(job):
         return
     folder = job.checkpoint_folder()

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
+from paceline.checkpoint import owner as owners
 from paceline.checkpoint.manifest import CHECKPOINTS, MANIFEST, remove_partial_in, try_writing
+from paceline.checkpoint.owner import TOKEN
 from paceline.comm.batch_norm import takes_batch, without_sync
 from paceline.comm.collectives import AxisComm
 from paceline.comm.dtypes import wide_dtype, widen
-from paceline.nouns.errors import CheckpointError, PeerLostError, PlanError, WorkloadError, how_to_write
+from paceline.nouns.errors import CheckpointError, PlanError, WorkloadError, how_to_write
 from paceline.nouns.mesh import CUTTING_AXES, GRAPH_AXES, Mesh
 from paceline.nouns.plan import Plan
-from paceline.nouns.reading import read_text
 from paceline.nouns.shard_spec import ShardSpec
 from paceline.nouns.workload import Workload
 from paceline.parallel.apply import strategy_of
@@ -54,21 +55,25 @@ def stop_file(environment: Mapping[str, str]) -> Path | None:
     return Path(text) if text else None
 
 
-def check_generation(environment: Mapping[str, str]) -> None:
-    """Raise PeerLostError if the job has gone on without this rank: it must not write into the run directory."""
+_tokens: dict[Path, str] = {}  # by run directory
+
+
+def learn_owner(environment: Mapping[str, str]) -> None:
+    """Note the token of the job that has the run directory.
+
+    Call it once the ranks have met: by then rank 0 has taken the folder.
+    """
     folder = run_dir(environment)
-    generation = environment.get("PACELINE_GENERATION")
-    if folder is None or generation is None:
-        return
-    # run/supervise/elastic.py writes the file before a generation's ranks start. Ranks of a host that was cut off may
-    # outlive theirs.
-    current = read_text(folder / "generation", 100).strip()
-    if current != generation:
-        raise PeerLostError(
-            "can't save a checkpoint",
-            f"this rank is of generation {generation}, and the job is at {current} on other hosts",
-            "nothing: the others go on without it",
-        )
+    if folder is not None:
+        owner = owners.read_owner(folder)
+        _tokens[folder] = environment.get(TOKEN, "" if owner is None else owner.token)
+
+
+def check_owner(environment: Mapping[str, str]) -> None:
+    """Raise RunTakenError if the run directory is another job's, or the job has gone on without this rank."""
+    folder = run_dir(environment)
+    if folder is not None:
+        owners.check_owner(folder, _tokens.get(folder, environment.get(TOKEN, "")))
 
 
 def read_plan(environment: Mapping[str, str], size: int) -> Plan:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.manifest import list_checkpoints
+from paceline.checkpoint.owner import HEARTBEAT_S, LAUNCH, Ownership, is_of_launch
 from paceline.launch.command import STOPPED_CODE
 from paceline.launch.orphans import die_with_parent, kill_group
 from paceline.launch.process_exit import exit_process
@@ -30,7 +31,7 @@ from paceline.nouns.reading import parse_number
 from paceline.rendezvous.launcher_env import find_position
 from paceline.rendezvous.rank_variables import variables_of
 from paceline.run.directory import write_json
-from paceline.run.ends import HEARTBEAT_S, Ends, first_of
+from paceline.run.ends import Ends, first_of
 from paceline.run.failures import (
     LEFT,
     SUPERVISED,
@@ -92,6 +93,9 @@ class JoinedRank:
         self.signals: list[int] = []  # that came, and were handed on to the rank while it ran
         self.pid = 0
         self.left: dict[str, Any] | None = None  # the failure of a rank that left, or stands, for which this one ended
+        self.launch = os.environ.get(LAUNCH, "")
+        # What rank 0 took before it became this program.
+        self.owned = Ownership.inherited(run_dir, os.environ) if self.is_telling else None
         self.printed_message = ""  # the one that stands on stderr in full
 
     def run(self, script: str, arguments: list[str]) -> int:
@@ -101,6 +105,8 @@ class JoinedRank:
             self.has_begun = self.ends.begin(self.rank)
         wake = _wake_at_signals()
         finished = self._fork(script, arguments)
+        if self.owned is not None:
+            self.owned.start_beating()  # after the fork, which has no threads
         for number in _HANDED_ON:
             signal.signal(number, self._hand_on)
         group = self.pid
@@ -111,6 +117,8 @@ class JoinedRank:
             status = LEFT
         if status not in (0, STOPPED_CODE):
             kill_group(group)
+        if self._is_taken():
+            return self._tell_taken()
         # The failure before the end: when rank 0 sees that all have ended, it reads the failures at once.
         self._write_failure(status)
         if not self.is_supervised:
@@ -118,6 +126,21 @@ class JoinedRank:
         if self.is_telling:
             status = self._write_result(status)
         return _end_as(status)
+
+    def _is_taken(self) -> bool:
+        """True if another job has the run directory now: how this one ended is not to be written there."""
+        if self.is_supervised:
+            return False
+        is_foreign = bool(self.launch) and not is_of_launch(self.run_dir, self.launch)
+        return is_foreign or (self.owned is not None and self.owned.is_taken())
+
+    def _tell_taken(self) -> int:
+        """Say that another job has the run directory, and return the exit code."""
+        if self.owned is not None:
+            self.owned.release()
+            if self.owned.taken is not None:
+                print(f"paceline run: {self.owned.taken}", file=sys.stderr, flush=True)
+        return 1
 
     def _fork(self, script: str, arguments: list[str]) -> int:
         """Start the rank. Return the descriptor from which what it writes at its file's end can be read."""
@@ -166,6 +189,8 @@ class JoinedRank:
                     self.ends.heartbeat(self.rank)
                 if self.is_telling:
                     self._look_for_stalls()
+                if self.owned is not None and self.owned.taken is not None:
+                    os.kill(self.pid, signal.SIGKILL)
 
     def _look_for_stalls(self) -> None:
         """Tell people of ranks that make no progress; end this rank where another left before it, or none makes any.
@@ -228,10 +253,12 @@ class JoinedRank:
             ending = Ending("failed", exit_code, cause)
         else:
             ending = Ending("stopped" if status == STOPPED_CODE else "done", _exit_code(status))
-        finish(self.run_dir, ending, self.progress, partial(print, file=sys.stderr))
+        finish(self.run_dir, ending, self.progress, partial(print, file=sys.stderr), self.owned)
         self._tell(cause)
         self.ends.clear()
         self.stalls.clear()
+        if self.owned is not None:
+            self.owned.release()
         return status if _is_error(status) else ending.exit_code
 
     def _others(self, status: int) -> dict[int, int]:

@@ -28,6 +28,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from paceline.checkpoint.owner import DESCRIPTOR
 from paceline.launch.local import RankSettings
 from paceline.launch.orphans import die_with_parent, kill_group
 from paceline.launch.process_exit import exit_process
@@ -98,8 +99,8 @@ def main() -> None:
     if _is_gone(control):
         _clear(settings)
         return
-    if settings.lock >= 0:
-        os.set_inheritable(settings.lock, False)  # for ranks, not for programs that they start
+    for lock in settings.locks:
+        os.set_inheritable(lock, False)  # for ranks, not for programs that they start
     pipes = Pipes.open(control)
     pids = {}
     for rank in settings.processes:
@@ -172,6 +173,8 @@ def environment_of(rank: int, settings: RankSettings) -> dict[str, str]:
             environment["PACELINE_CREDENTIALS"] = str(credentials_folder(Path(settings.private), "worker"))
     if settings.resume:
         environment["PACELINE_RESUME"] = settings.resume
+    if settings.run_lock >= 0:
+        environment[DESCRIPTOR] = str(settings.run_lock)
     return environment
 
 
@@ -211,6 +214,8 @@ def _start_interpreter(
             command = [sys.executable, "-m", module_names.FUNCTION, str(settings.function)]
             passed.append(settings.function)
         passed.append(pipes.finished_write)
+        if settings.run_lock >= 0:
+            passed.append(settings.run_lock)
         environment["PACELINE_FINISHED"] = str(pipes.finished_write)
     process = subprocess.Popen(
         command,

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from paceline.checkpoint.owner import keep_lock
 from paceline.comm import api
 from paceline.launch.orphans import die_with_parent
 from paceline.launch.process_exit import exit_process
@@ -27,6 +28,7 @@ def run_function(descriptor: int) -> int:
     Args:
         descriptor: from which it is read.
     """
+    keep_lock(os.environ)
     run_dir = Path(os.environ["PACELINE_RUN_DIR"])
     try:
         watchdog = begin_watching(os.environ, run_dir)

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from paceline.checkpoint.owner import RunTakenError, keep_lock
 from paceline.comm import api
 from paceline.launch.orphans import die_with_parent
 from paceline.launch.process_exit import exit_process
@@ -22,6 +23,7 @@ from paceline.run.rank.watchdog import begin_watching
 from paceline.train import job as jobs
 from paceline.train import loop
 from paceline.train.first_step import end_alone
+from paceline.train.prepare import check_owner
 
 
 def run_rank(script: str, arguments: list[str], stopped_code: int = 0) -> int:
@@ -31,6 +33,7 @@ def run_rank(script: str, arguments: list[str], stopped_code: int = 0) -> int:
         script, arguments: the user's.
         stopped_code: the exit code of a job that was asked to stop, and has been saved before its end.
     """
+    keep_lock(os.environ)
     run_dir = os.environ.get("PACELINE_RUN_DIR")
     try:
         watchdog = begin_watching(os.environ, Path(run_dir)) if run_dir else None
@@ -103,15 +106,17 @@ def failed(error: BaseException, run_dir: Path | None = None) -> int:
     folder = Path(run_dir or os.environ["PACELINE_RUN_DIR"], "failures")
     draft = folder / f".{rank}.draft"  # renamed when complete: the supervisor may read at any moment
     try:
+        check_owner(os.environ)  # a failure of this job is none of another's
         folder.mkdir(exist_ok=True)
         draft.write_text(json.dumps(failure))
         draft.rename(folder / f"{rank}.json")
-    except OSError as full:
+    except (OSError, RunTakenError) as reason:
         # A full disk must not swallow the cause: it goes where the rank's output goes, where a supervisor reads it.
         text = str(failure["traceback"])
         if isinstance(error, PacelineError):
             text = f"{error}\n"
-        text += f"paceline: this could not be written to {folder} ({full.strerror})"
+        why = reason.found if isinstance(reason, RunTakenError) else reason.strerror
+        text += f"paceline: this could not be written to {folder} ({why})"
         if SUPERVISED in os.environ:
             text = f"{UNWRITTEN}{json.dumps(failure)}"
         print(text, file=sys.stderr, flush=True)

@@ -6,7 +6,9 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
+from paceline.checkpoint.owner import Ownership
 from paceline.launch.command import export_lines
 from paceline.launch.hosts import Host
 from paceline.launch.plan_choice import choose_plan
@@ -73,17 +75,21 @@ def _run_fixed(request: RunRequest, outcome: Outcome, notice: Notice) -> None:
     screen = screen_of(request)
     if request.place == "local" and plan.world_size > (os.cpu_count() or 1):
         screen.say(f"paceline: {plan.world_size} ranks share {os.cpu_count()} cores: they will take turns")
-    job = _job_request(request, plan, file, screen)
-    try:
-        assign = partial(assignments_of, request, plan, job.run_dir, file.path)
-        ending, progress, result = run_job(plan, job, screen, Restarts(request.max_restarts, assign))
-        outcome.end = JobEnd(job.run_dir, ending, progress, result)
-    except PacelineError:
-        directory.remove_unbegun(job.run_dir)
-        raise
-    finally:  # the certificates for `paceline server top`, also when the job failed
-        if job.assignments and job.servers:
-            end_watch(job.run_dir)
+    owned, resume = directory.choose_run(
+        request.run, file.path, lambda text: screen.say(f"paceline: {text}"), plan.copy_to
+    )
+    with owned:
+        job = _job_request(request, plan, file, owned, resume)
+        try:
+            assign = partial(assignments_of, request, plan, job.run_dir, file.path)
+            ending, progress, result = run_job(plan, job, screen, Restarts(request.max_restarts, assign))
+            outcome.end = JobEnd(job.run_dir, ending, progress, result)
+        except PacelineError:
+            directory.remove_unbegun(job.run_dir)
+            raise
+        finally:  # the certificates for `paceline server top`, also when the job failed
+            if job.assignments and job.servers:
+                end_watch(job.run_dir)
 
 
 def _tell_of_plain_file(file: WorkloadFile, notice: Notice) -> None:
@@ -92,15 +98,15 @@ def _tell_of_plain_file(file: WorkloadFile, notice: Notice) -> None:
         return
     notice(
         f"note: {file.path} does not import paceline, nor do the files of its folder that it imports; if no installed "
-        f"package that it imports does, every rank runs it by itself"
+        "package that it imports does, every rank runs it by itself"
     )
 
 
-def _job_request(request: RunRequest, plan: Plan, file: WorkloadFile, screen: Screen) -> JobRequest:
-    """Make or find the run directory, reach the hosts, and return the job to supervise."""
-    folder, resume = directory.choose_run(
-        request.run, file.path, lambda text: screen.say(f"paceline: {text}"), plan.copy_to
-    )
+def _job_request(
+    request: RunRequest, plan: Plan, file: WorkloadFile, owned: Ownership, resume: Path | None
+) -> JobRequest:
+    """Reach the hosts, and return the job to supervise."""
+    folder = owned.folder
     try:
         assignments = assignments_of(request, plan, folder, file.path)
     except BaseException:  # Ctrl-C too: a run that did not begin leaves no folder, and its name stays free
@@ -120,6 +126,7 @@ def _job_request(request: RunRequest, plan: Plan, file: WorkloadFile, screen: Sc
         environment=dict(request.environment) if request.place == "local" else {},
         stall_notice_s=request.stall_notice_s,
         stall_timeout_s=request.stall_timeout_s,
+        owned=owned,
     )
 
 
@@ -138,24 +145,26 @@ def _run_elastic(request: RunRequest, outcome: Outcome, notice: Notice) -> None:
         return
     check_ssh(request.ssh)
     screen = screen_of(request)
-    folder, _ = directory.choose_run(request.run, file.path, lambda text: screen.say(f"paceline: {text}"), plan.copy_to)
+    owned, _ = directory.choose_run(request.run, file.path, lambda text: screen.say(f"paceline: {text}"), plan.copy_to)
     job = JobRequest(
         file.path,
         request.arguments,
         plan.world_size,
-        folder,
+        owned.folder,
         preload=file.imports,
         grace_s=request.grace_s,
         stall_notice_s=request.stall_notice_s,
         stall_timeout_s=request.stall_timeout_s,
+        owned=owned,
     )
     elastic = Elastic(rules, discover, fleet_options(request), plan, job, screen)
-    try:
-        ending, progress, result = elastic.run()
-        outcome.end = JobEnd(folder, ending, progress, result)
-    except BaseException:
-        directory.remove_unbegun(folder)
-        raise
+    with owned:
+        try:
+            ending, progress, result = elastic.run()
+            outcome.end = JobEnd(owned.folder, ending, progress, result)
+        except BaseException:
+            directory.remove_unbegun(owned.folder)
+            raise
 
 
 def elastic_rules(request: RunRequest) -> tuple[Rules, Callable[[], Sequence[Host]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from paceline.checkpoint.manifest import has_resume_point
+from paceline.checkpoint.owner import Ownership, wait_until_taken
 from paceline.launch.command import export_lines
 from paceline.launch.plan_choice import choose_plan
 from paceline.launch.rank_assignment import HostRanks, Rendezvous
@@ -48,16 +50,18 @@ def run_node(request: RunRequest, node: NodeInfo, outcome: Outcome, notice: Call
         outcome.dry_run = "\n".join([ranks, *export_lines(request.environment)])
         return
     screen = Screen(sys.stderr if request.is_json else sys.stdout, sys.stderr)
-    folder = _open_folder(request, node, plan, file.path, screen)
-    job = _job_request(request, node, plan, file, folder)
-    if node.node_rank == 0:
-        try:
-            ending, progress, result = run_job(plan, job, screen)
-            outcome.end = JobEnd(folder, ending, progress, result)
-        except PacelineError:
-            directory.remove_unbegun(folder)
-            raise
-        return
+    folder = request.run.folder
+    owned = _open_folder(request, node, plan, file.path, screen)
+    with owned or contextlib.nullcontext():
+        job = _job_request(request, node, plan, file, owned)
+        if owned is not None:
+            try:
+                ending, progress, result = run_job(plan, job, screen)
+                outcome.end = JobEnd(folder, ending, progress, result)
+            except PacelineError:
+                directory.remove_unbegun(folder)
+                raise
+            return
     supervisor = Supervisor(job, screen)
     try:
         ending, progress = supervisor.run()
@@ -82,20 +86,32 @@ def _ranks_per_node(request: RunRequest, node: NodeInfo) -> int:
     return per_node
 
 
-def _open_folder(request: RunRequest, node: NodeInfo, plan: Plan, script: Path, screen: Screen) -> Path:
-    """Return the run directory, which rank 0's node makes or finds."""
+def _open_folder(request: RunRequest, node: NodeInfo, plan: Plan, script: Path, screen: Screen) -> Ownership | None:
+    """Take the run directory on rank 0's node, which makes or finds it; wait for that on the others: None."""
+
+    def report(text: str) -> None:
+        screen.say(f"paceline: {text}")
+
+    launch = joined_address(*node.master) if node.master else ""
     if node.node_rank:
-        folder = request.run.folder
+        wait_until_taken(request.run.folder, launch, f"node {node.node_rank}", report)
         if plan.copy_to:
             directory.fetch_copies(request.run, script, lambda text: None, plan.copy_to)
-        (folder / "failures").mkdir(parents=True, exist_ok=True)
-        return folder
-    folder, _ = directory.choose_run(request.run, script, lambda text: screen.say(f"paceline: {text}"), plan.copy_to)
-    directory.write_start(folder, plan, script, request.arguments)
-    return folder
+        (request.run.folder / "failures").mkdir(parents=True, exist_ok=True)
+        return None
+    owned, _ = directory.choose_run(request.run, script, report, plan.copy_to, launch)
+    try:
+        directory.write_start(owned.folder, plan, script, request.arguments)
+    except BaseException:
+        owned.release()
+        raise
+    return owned
 
 
-def _job_request(request: RunRequest, node: NodeInfo, plan: Plan, file: WorkloadFile, folder: Path) -> JobRequest:
+def _job_request(
+    request: RunRequest, node: NodeInfo, plan: Plan, file: WorkloadFile, owned: Ownership | None
+) -> JobRequest:
+    folder = request.run.folder
     resume = None
     checkpoints = folder / "checkpoints"
     if request.run.must_go_on and has_resume_point(checkpoints):
@@ -114,6 +130,7 @@ def _job_request(request: RunRequest, node: NodeInfo, plan: Plan, file: Workload
         environment={**request.environment, "PACELINE_PLAN": json.dumps(asdict(plan))},
         stall_notice_s=request.stall_notice_s,
         stall_timeout_s=request.stall_timeout_s,
+        owned=owned,
     )
 
 

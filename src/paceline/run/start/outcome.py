@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.manifest import list_checkpoints
+from paceline.checkpoint.owner import RunTakenError
 from paceline.run.failures import format_failure
 from paceline.run.summary import read_plan
 from paceline.run.supervise.progress import Progress
@@ -57,7 +58,8 @@ class JobEnd:
     def _newest_checkpoint(self) -> str:
         newest = list_checkpoints(self.run_dir / "checkpoints")[:1]
         cause = self.ending.cause or {}
-        if not newest or cause.get("saved_to"):  # the failure says where the last step is, and how to go on from it
+        # The failure says where the last step is, and how to go on from it; of a folder that was lost another job's is.
+        if not newest or cause.get("saved_to") or cause.get("type") == RunTakenError.__name__:
             return ""
         not_copied, go_on = self._copy_part()
         return f"\n  Last checkpoint: {newest[0]}{not_copied}; {go_on}"

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from paceline.checkpoint.manifest import has_resume_point
+from paceline.checkpoint.owner import DESCRIPTOR, LAUNCH, TOKEN, Ownership, wait_until_taken
 from paceline.launch.plan_choice import choose_plan
 from paceline.launch.workload_file import read_workload_file
 from paceline.nouns import module_names
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.rendezvous.launcher_env import LauncherPosition
-from paceline.rendezvous.rank_variables import variables_of
+from paceline.rendezvous.rank_variables import joined_address, variables_of
 from paceline.run import directory
 from paceline.run.request import RunRequest
 from paceline.run.supervise.stalls import TIMEOUT_VARIABLE as STALL_TIMEOUT
@@ -27,7 +28,7 @@ def become_rank(request: RunRequest, position: LauncherPosition, notice: Callabl
     """Become the file: with a job's name as a rank that keeps a run directory, else as plain Python.
 
     Raises:
-        UsageError: the job exists and is not to be resumed.
+        UsageError: the job exists and is not to be resumed, or a living one has its run directory.
         MeshError: the plan does not cover the ranks that were started.
     """
     plan = choose_plan(request.plan.with_ranks(position.size), notice)
@@ -37,10 +38,7 @@ def become_rank(request: RunRequest, position: LauncherPosition, notice: Callabl
     program = [sys.executable, *(["-m", request.module] if request.module else [request.file])]
     if request.run.job is not None:
         run_dir = request.run.folder
-        if plan.copy_to:
-            _read_copies(request, plan, file.path, position.rank == 0)
-        if position.rank == 0:
-            _write_start(request, plan, file.path)
+        os.environ.update(_enter(request, plan, file.path, position))
         if request.run.must_go_on and has_resume_point(run_dir / "checkpoints"):
             os.environ["PACELINE_RESUME"] = str(run_dir.resolve() / "checkpoints")
         os.environ["PACELINE_RUN_DIR"] = str(run_dir.resolve())
@@ -52,15 +50,40 @@ def become_rank(request: RunRequest, position: LauncherPosition, notice: Callabl
     os.execv(sys.executable, [*program, *request.arguments])
 
 
-def _read_copies(request: RunRequest, plan: Plan, script: Path, is_first: bool) -> None:
-    """Read the newest copy of a run that goes on; every rank comes here, and one of them reads."""
-    if is_first:
-        directory.check_copies(request.run, plan.copy_to)
-    directory.fetch_copies(request.run, script, lambda text: None, plan.copy_to)
+def _enter(request: RunRequest, plan: Plan, script: Path, position: LauncherPosition) -> dict[str, str]:
+    """Take the run directory as rank 0, or wait for that; return the variables of what this process becomes."""
+    for name in (TOKEN, DESCRIPTOR):  # of a job around this one
+        os.environ.pop(name, None)
+    launch = position.file or (joined_address(*position.master) if position.master else "")
+    if position.rank == 0:
+        if plan.copy_to:
+            directory.check_copies(request.run, plan.copy_to)
+        return _write_start(request, plan, script, launch).variables
+    wait_until_taken(request.run.folder, launch, f"rank {position.rank}", _report)
+    if plan.copy_to:  # rank 0 may still read it: of several processes one does, and the others wait
+        directory.fetch_copies(request.run, script, lambda text: None, plan.copy_to)
+    return {LAUNCH: launch}
 
 
-def _write_start(request: RunRequest, plan: Plan, script: Path) -> None:
+def _write_start(request: RunRequest, plan: Plan, script: Path, launch: str) -> Ownership:
     run_dir = request.run.folder
-    if not request.run.must_go_on or not (run_dir / "plan.json").exists():
-        directory.new_run(request.run.runs, request.run.job, script)
-    directory.write_start(run_dir, plan, script, request.arguments)
+    if request.run.must_go_on:
+        directory.check_version(run_dir)
+        owned = directory.own(request.run, run_dir, _report, launch)
+    else:
+        owned = directory.new_run(request.run, script, _report, launch)
+    try:
+        if plan.copy_to:
+            directory.fetch_copies(request.run, script, lambda text: None, plan.copy_to)
+        if not (run_dir / "plan.json").exists():
+            directory.check_writable(run_dir)
+        directory.write_start(run_dir, plan, script, request.arguments)
+    except BaseException:
+        owned.release()
+        raise
+    owned.share()
+    return owned
+
+
+def _report(text: str) -> None:
+    print(f"paceline: {text}", file=sys.stderr, flush=True)

@@ -93,9 +93,11 @@ def send_to_slurm(request: SlurmRequest, notice: Callable[[str], None]) -> Slurm
     plan, script = _checked(request, notice)
     _render(request, plan, request.run.planned_folder(script), script)  # refuses before there is a folder
     check_sbatch(request.options)
-    folder, _ = directory.choose_run(request.run, script, lambda text: notice(f"paceline: {text}"), plan.copy_to)
+    owned, _ = directory.choose_run(request.run, script, lambda text: notice(f"paceline: {text}"), plan.copy_to)
+    folder = owned.folder
     try:
-        directory.write_start(folder, plan, script, request.arguments)
+        with owned:  # not longer: the job may start before sbatch returns, and takes it then
+            directory.write_start(folder, plan, script, request.arguments)
         secrets = {name: value for name, value in request.environment.items() if is_secret(name)}
         number = submit(_render(request, plan, folder, script), request.options, {**os.environ, **secrets})
     except BaseException:  # Ctrl-C too: a job that was not sent leaves no folder, and its name stays free

@@ -225,7 +225,9 @@ class Agent:
         elif self.listener is not None and not CAN_SHARE:  # else it is kept: their coordinator may be started again
             self.listener.close()
         self.backend.start(
-            dataclasses.replace(settings, private=str(self.private.path), lock=self.private.lock, rendezvous=rendezvous)
+            dataclasses.replace(
+                settings, private=str(self.private.path), lock=self.private.lock, rendezvous=rendezvous, run_lock=-1
+            )
         )
         self.backend.listen(self.listening.register, self)
         self.has_started = True

@@ -68,6 +68,8 @@ class CommandBackend:
                 stderr=subprocess.STDOUT,
                 env=environment,
                 start_new_session=True,  # Ctrl-C reaches the supervisor alone
+                # It and its ranks may live on where this process is killed.
+                pass_fds=[settings.run_lock] if settings.run_lock >= 0 else [],
             )
         except OSError as error:
             raise UsageError(

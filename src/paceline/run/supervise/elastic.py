@@ -72,7 +72,7 @@ class Elastic:
                 raise
             ending = _ended_by(error)
             progress = self.progress
-        return ending, progress, finish(self.request.run_dir, ending, progress, self.screen.say)
+        return ending, progress, finish(self.request.run_dir, ending, progress, self.screen.say, self.request.owned)
 
     def _generations(self) -> tuple[Ending, Progress]:
         members = Membership(self.rules, generation=last_generation(self.request.run_dir))
@@ -191,9 +191,11 @@ class Elastic:
         # What this generation runs: the plan for its slots, from the newest good checkpoint.
         plan = self._fitting(sum(host.slots for host in start.hosts))
         host_ranks = seat(start.hosts, plan.world_size)
+        # Before the checkpoint is chosen: a rank of an older generation that is still somewhere reads the token before
+        # it saves, and refuses (train/prepare.py). Else it could add a checkpoint after the choice.
+        if self.request.owned is not None:
+            self.request.owned.renew()
         directory.write_start(run_dir, plan, self.request.script, self.request.arguments)
-        # The number is written before the checkpoint is chosen: a rank of an older generation that is still somewhere
-        # reads it before it saves, and refuses (train/prepare.py). Else it could add a checkpoint after the choice.
         _write_generation(run_dir, start.generation)
         resume = directory.find_resume_point(run_dir, lambda text: None)
         hosts = ", ".join(f"{ranks.host}:{ranks.count}" for ranks in host_ranks)
@@ -201,10 +203,7 @@ class Elastic:
         self.screen.say(f"paceline: generation {start.generation}: {hosts}{origin}")
         # Agents first: a host that is not ready ends the generation before any rank has started.
         assignments = open_posts(host_ranks, self.request.script, run_dir, self.fleet)
-        environment = {**self.request.environment, "PACELINE_GENERATION": str(start.generation)}
-        request = dataclasses.replace(
-            self.request, ranks=plan.world_size, assignments=assignments, resume=resume, environment=environment
-        )
+        request = dataclasses.replace(self.request, ranks=plan.world_size, assignments=assignments, resume=resume)
         with _Watch(members, self._discover) as watch:
             supervisor = Supervisor(request, self.screen, should_stop=watch.should_stop)
             try:
@@ -218,7 +217,7 @@ class Elastic:
 
 
 def last_generation(run_dir: Path) -> int:
-    """Return the number of a run's newest generation: ranks of an older one may still be somewhere."""
+    """Return the number of a run's newest generation."""
     try:
         return parse_whole(read_text(run_dir / GENERATION, 100).strip()) or 0
     except ReadError:

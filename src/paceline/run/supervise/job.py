@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.manifest import CHECKPOINTS, list_checkpoints, step_name, step_of
+from paceline.checkpoint.owner import Ownership
 from paceline.nouns.errors import UsageError, how_to_write
 from paceline.nouns.plan import Plan
 from paceline.run import directory
@@ -21,17 +22,26 @@ def run_job(
     plan: Plan, request: JobRequest, screen: Screen, restarts: Restarts = _ONCE
 ) -> tuple[Ending, Progress, dict[str, Any]]:
     """Run the job and write `result.json`. Return how it ended, what it did, and the result as JSON has it."""
+    if request.owned is not None:
+        request.owned.check()
     directory.write_start(request.run_dir, plan, request.script, request.arguments)
     tries = Tries(plan, restarts, screen)
     try:
         ending, progress = tries.run(request)
-        return ending, progress, finish(request.run_dir, ending, progress, screen.say)
+        return ending, progress, finish(request.run_dir, ending, progress, screen.say, request.owned)
     finally:
         tries.restore_signals()
 
 
-def finish(run_dir: Path, ending: Ending, progress: Progress, say: Callable[[str], None]) -> dict[str, Any]:
-    """Write `result.json`, and return its content. Where it can't be written, say so: the job ends as it did."""
+def finish(
+    run_dir: Path, ending: Ending, progress: Progress, say: Callable[[str], None], owned: Ownership | None = None
+) -> dict[str, Any]:
+    """Write `result.json`, and return its content. Where it can't be written, say so: the job ends as it did.
+
+    Where another job has the run directory, nothing is written.
+    """
+    if owned is not None and owned.is_taken():
+        return result_of(run_dir, ending, progress)
     # All ranks have ended, so no one else writes here. A job that failed after `job.load` left its last step aside.
     published = directory.publish_last_left(run_dir)
     result = result_of(run_dir, ending, progress)

@@ -66,7 +66,8 @@ class Tries:
             self.first = self.first or progress.first
             progress.first = self.first
             # Whoever asked for a stop does not want another try.
-            if ending.status != "failed" or self.asked_to_stop or restart == self.restarts.most:
+            is_last = restart == self.restarts.most or request.is_taken
+            if ending.status != "failed" or self.asked_to_stop or is_last:
                 return ending, progress
             why_not = self._why_not(ending, progress, restart)
             if why_not:
@@ -109,6 +110,8 @@ class Tries:
         run_dir = request.run_dir
         remarks: list[str] = []
         try:
+            if request.owned is not None:
+                request.owned.renew()
             resume = directory.find_resume_point(run_dir, remarks.append)
             directory.write_start(run_dir, self.plan, request.script, request.arguments)
             assignments = self.restarts.assignments(restart)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint.owner import TOKEN, Ownership
 from paceline.launch.local import RankSettings
 from paceline.launch.rank_assignment import HostRanks, Rendezvous, with_servers
 from paceline.launch.template import Start
@@ -22,6 +23,7 @@ from paceline.run.failures import (
     first_cause,
     left_early,
     read_failures,
+    refusal,
     signal_name,
     silent_death,
     unwritten_failure,
@@ -73,6 +75,7 @@ class JobRequest:
         private: the job's private folder, of whoever asks for the job; None: one is made, and removed at its end.
         function: a descriptor of what every rank calls, in place of `script`; -1: nothing.
         start: what starts the fork server on this host.
+        owned: the run directory; None: another process has it, or nobody can want it.
     """
 
     script: Path
@@ -91,6 +94,12 @@ class JobRequest:
     private: PrivateFolder | None = None
     function: int = -1
     start: Start = subprocess.Popen
+    owned: Ownership | None = None
+
+    @property
+    def is_taken(self) -> bool:
+        """True if another job has the run directory now."""
+        return self.owned is not None and self.owned.is_taken()
 
 
 @dataclass(slots=True)
@@ -194,13 +203,18 @@ class Supervisor:
             if private and self.request.private is None:
                 private.remove()
             self.listening.close()
-            self.stalls.clear()
+            if not self.request.is_taken:
+                self.stalls.clear()
             self.output.close()
         progress.read()  # what ranks wrote after the last turn; the ending depends on a "stopped" event there
         if progress.last is not None:
             self.screen.show_progress(progress.line(), float("inf"))  # at once, however new the last line is
         self.screen.end()
-        ending = self._ending(progress, statuses)
+        owned = self.request.owned
+        if owned is not None and owned.taken is not None:  # what ranks wrote down there is of another job
+            ending = self._failed([refusal(owned.taken, _time_stamp())])
+        else:
+            ending = self._ending(progress, statuses)
         self._add_hosts(ending)
         if self.news is not None and ending.status in ("done", "stopped"):
             self.news.read()
@@ -216,6 +230,8 @@ class Supervisor:
 
     def _start(self, assignment: HostAssignment, private: PrivateFolder | None) -> None:
         request = self.request
+        owned = request.owned
+        token = {TOKEN: owned.owner.token} if owned else {}
         settings = RankSettings(
             str(request.script.resolve()),
             list(request.arguments),
@@ -228,8 +244,9 @@ class Supervisor:
             request.servers,
             str(private.path) if private else "",
             private.lock if private else -1,
-            environment={VARIABLE: str(request.stall_notice_s), **request.environment},
+            environment={VARIABLE: str(request.stall_notice_s), **token, **request.environment},
             function=request.function,
+            run_lock=owned.lock if owned else -1,
         )
         assignment.backend.start(settings)
         self.backends.update(dict.fromkeys(settings.processes, assignment.backend))
@@ -246,7 +263,8 @@ class Supervisor:
             self.is_regroup = self.should_stop()
         self._pass_on_stop(now_s)
         is_time_up = self.kill_at_s is not None and now_s >= self.kill_at_s
-        if is_time_up or self.is_hung():
+        has_lost_folder = self.request.owned is not None and self.request.owned.taken is not None
+        if is_time_up or has_lost_folder or self.is_hung():
             self._kill()
         if progress.read():
             self.timeout.progress()
