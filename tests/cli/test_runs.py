@@ -10,6 +10,7 @@ from dataclasses import asdict
 
 import pytest
 
+from paceline.checkpoint.owner import take
 from paceline.cli.main import main
 from paceline.nouns.plan import Plan
 from paceline.nouns.record import elapsed_s
@@ -211,6 +212,14 @@ def test_programs_are_not_asked(runs, capsys, monkeypatch):
     assert main(["runs", "rm", "old", "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["status"] == "refused"
     assert (runs / "old").is_dir()
+
+
+def test_rm_leaves_a_run_that_a_job_has_taken(runs, capsys):
+    with take(runs / "old", print, ""):  # it has a result still, of the last attempt
+        assert main(["runs", "rm", "old", "--yes"]) == 2
+        assert f"another job has it: process {os.getpid()} on " in capsys.readouterr().err
+        assert (runs / "old" / "result.json").exists()
+    assert main(["runs", "rm", "old", "--yes"]) == 0
 
 
 def test_what_rm_can_not_remove_is_named(runs, capsys, monkeypatch):

@@ -21,6 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint.owner import check_free
 from paceline.nouns.errors import UsageError
 from paceline.nouns.table import aligned, printable
 from paceline.run import summary
@@ -199,6 +200,7 @@ def _check_may_remove(folder: Path) -> None:
     if not summary.is_run(folder):
         found = "its job.json or plan.json is not that of a run, or damaged"
         raise UsageError(asked, found, f"look into it, and remove it yourself: rm -r {folder}")
+    check_free(folder, asked)  # also of one that is only about to start, and has a result still
     status = summary.read_run(folder).status
     if status == summary.RUNNING:
         fix = "stop it first (Ctrl-C, or `kill` the command that started it)"
