@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 
 from paceline.cli.main import main
 
-from support.jobs import LOOP, TINY, paceline, write_workload
+from support.jobs import LOOP, TINY, command, paceline, write_workload
 
 THREE_PARTS = re.compile(r"^paceline( [a-z]+){0,2}: .+\n  found: .+\n  fix: .+$", re.DOTALL | re.MULTILINE)
 GOOD = TINY + LOOP
@@ -100,6 +102,16 @@ BEFORE_ANY_PROCESS = {
     "no checkpoint to keep": ((), ["--keep", "0", "tiny.py"], "write --keep 1 or more"),
     "a step below zero": ((), ["--checkpoint-every", "-1", "tiny.py"], "write --checkpoint-every 1 or more"),
     "a time to save below zero": ((), ["--grace", "-1", "tiny.py"], "write --grace 30"),
+    "Python in the command": ((), ["-n", "2", "python3", "tiny.py"], "leave python3 out"),
+    "file and arguments in one word": ((), ["tiny.py --epochs 3"], "write tiny.py --epochs 3 without quotes"),
+    "a plan of two words": ((), ["--plan", "replicate=2", "shard=2", "tiny.py"], "join it to the plan by a comma: --plan ...,shard=2"),
+    "a plan with a colon": ((), ["--plan", "tensor:2", "tiny.py"], "fix: write tensor=2"),
+    "a plan with semicolons": ((), ["-n", "4", "--plan", "dp=2;tp2;zero=1", "tiny.py"], "fix: write dp=2,tp=2,zero=1"),
+    "a plan that is a number": ((), ["--plan", "2", "tiny.py"], "write replicate=2, or -n 2 without a plan"),
+    "an axis that takes what is left": ((), ["-n", "2", "--plan", "replicate=-1", "tiny.py"], "or replicate=2 for two ranks"),
+    "checkpoints in another notation": ((), ["--checkpoint-every", "1e3", "tiny.py"], "write --checkpoint-every and a whole number"),
+    "a number that is left out": ((), ["--max-restarts", "tiny.py"], "write --max-restarts and a whole number"),
+    "a run after --resume": ((), ["--resume=runs/a", "tiny.py"], "write --resume without a value; --job NAME names the run"),
     "limits without hosts": ((), ["--min-hosts", "2", "tiny.py"], "write --on ssh, and -H, --hostfile or --host-discovery-script"),
     "copies to no URL": ((), ["--copy-to", "/backup", "tiny.py"], "a folder of this machine is file:///FOLDER"),
     "copies to this process's memory": ((), ["--copy-to", "memory://backup", "tiny.py"], "this process's own memory, which ends with it"),
@@ -118,6 +130,9 @@ WITHOUT_A_COMMAND = {
     "a file for a target": (["submit", "tiny.py"], "can't send a job to 'tiny.py'", "write `paceline submit slurm tiny.py`, or kubernetes for slurm"),
     "a target in short": (["submit", "k8s", "tiny.py"], "can't send a job to 'k8s'", "did you mean 'kubernetes'"),
     "a target by its command": (["submit", "sbatch", "tiny.py"], "can't send a job to 'sbatch'", "did you mean 'slurm'"),
+    "an example without the verb": (["examples", "classifier"], "can't read the arguments", "write `paceline examples copy classifier`"),
+    "a misspelt verb of a command": (["runs", "shw"], "can't read the arguments", "did you mean 'show'"),
+    "an export by the run's name": (["export", "a", "out"], "can't read the checkpoint a", "a run by its folder: runs/JOB"),
     "no target that there is": (["submit", "pbs", "tiny.py"], "can't send a job to 'pbs'", "write one of these"),
 }  # fmt: skip
 
@@ -160,6 +175,75 @@ def test_before_any_process_starts(case, tmp_path, monkeypatch, capsys):
     assert THREE_PARTS.match(error), error
     assert error.count("fix: ") == 1
     assert not list(tmp_path.glob("runs/*/events.jsonl"))
+
+
+# Files that are not to be run: name, text, and what the error must say.
+OTHER_FILES = {
+    "a notebook": ("train.ipynb", '{"cells": [], "nbformat": 4}', "nbconvert"),
+    "a plan": ("plan.json", '{"mesh": "replicate=2"}', "stands after --plan"),
+    "a shell script": ("train.sh", "python train.py\n", "name the Python file that trains"),
+    "the directory of a run": ("runs/a/plan.json", "{}", "--job a --resume FILE"),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_FILES)
+def test_another_file_is_not_run(case, tmp_path, monkeypatch, capsys):
+    name, text, said = OTHER_FILES[case]
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("subprocess.Popen", refuse_to_start)
+    assert exit_code(["run", str(path.parent if "run" in case else path)]) == 2
+    error = capsys.readouterr().err.strip()
+    assert THREE_PARTS.match(error), error
+    assert said in error.splitlines()[2]
+
+
+# How a loop's file calls `paceline.prepare`, and what the error says.
+CALLS_OF_PREPARE = {
+    "the job is forgotten": (
+        "model, optimizer = paceline.prepare(model, optimizer)",
+        "the file takes model, optimizer",
+    ),
+    "the job comes last": ("model, optimizer, job = prepare(model, optimizer)", "the file takes model, optimizer, job"),
+    "by names": ("job, model, optimizer = prepare(model=model, optimizer=optimizer)", "it is called with model=..."),
+    "with a plan": (
+        "job, model, optimizer = paceline.prepare(model, optimizer, plan='dp=2')",
+        "it is called with plan=...",
+    ),
+    "as it should be": ("job, model, optimizer = paceline.prepare(model, optimizer, seed=1)", ""),
+    "of an object": ("self.job, self.model, optimizer = prepare(self.model, optimizer)", ""),
+    "with what only the run knows": ("job, model, *others = prepare(model, *others)", ""),
+    "all as one": ("everything = prepare(model, optimizer)", ""),
+}
+
+
+@pytest.mark.parametrize("case", CALLS_OF_PREPARE)
+def test_a_call_of_prepare(case, tmp_path, monkeypatch, capsys):
+    line, said = CALLS_OF_PREPARE[case]
+    (tmp_path / "loop.py").write_text(f"import paceline\nfrom paceline import prepare\n{line}\n")
+    monkeypatch.chdir(tmp_path)
+    code = exit_code(["run", "--dry-run", "-n", "2", "loop.py"])
+    error = capsys.readouterr().err.strip()
+    assert code == (2 if said else 0), error
+    if said:
+        assert THREE_PARTS.match(error), error
+        assert said in error.splitlines()[1]
+        assert "loop.py, line 3" in error
+
+
+# Commands whose output file is there, and no output of such a command; and what they would write it from.
+@pytest.mark.parametrize("words", [["profile", "-o", "tiny.py", "tiny.py"], ["timeline", "a", "-o", "tiny.py"]])
+def test_a_program_is_not_written_over(words, tmp_path, monkeypatch, capsys):
+    file_with(tmp_path)
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    (tmp_path / "runs" / "a" / "job.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("subprocess.Popen", refuse_to_start)
+    assert exit_code(words) == 2
+    assert "a file is there that is no JSON" in capsys.readouterr().err
+    assert (tmp_path / "tiny.py").read_text() == GOOD
 
 
 def refuse_to_start(*_, **__):
@@ -245,6 +329,11 @@ WHEN_IT_RUNS = {
     "optimizer of another model": ("torch.optim.AdamW(model.parameters(), lr=0.01)", "torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())", 2, "is not the model's"),
     "optimizer with a closure": ("torch.optim.AdamW(model.parameters(), lr=0.01)", "torch.optim.LBFGS(model.parameters())", 2, "LBFGS"),
     "model is a function": ("model=lambda: torch.nn.Sequential(", "model=lambda: (lambda *layers: abs)(", 2, "it made a builtin_function_or_method"),
+    "a variable of torchrun": ("SEEN = os.environ.get(\"TEST_SEEN\")", "SEEN = os.environ[\"LOCAL_RANK\"]", 2, "write PACELINE_LOCAL_RANK"),
+    "torch's process group": ("torch.manual_seed(0)", "torch.distributed.init_process_group(\"gloo\")", 2, "leave out init_process_group"),
+    "the model is not called": ("def loss(model, batch):\n", "OTHER = torch.nn.Linear(4, 1).double()\ndef loss(_, batch):\n    model = OTHER\n", 1, "no parameter of the model has a gradient"),
+    "data set has no length": ("    def __len__(self):\n        return 37\n", "", 2, "Numbers has [] and no len()"),
+    "precision is a dtype": ("precision=\"float64\"", "precision=torch.bfloat16", 2, "did you mean 'bf16'"),
     "model differs between ranks": ("torch.nn.Linear(4, 8)", "torch.nn.Linear(4, 8, bias=paceline.rank() == 0)", 2, "all ranks should make the same model"),
 }  # fmt: skip
 
@@ -260,6 +349,17 @@ def test_when_it_runs(case, tmp_path):
     assert ended.err.count("fix: ") == 1, "told more than once"
     assert "Traceback" not in ended.err
     assert not [line for line in events_of(tmp_path) if line["event"] == "step"], "a step was taken"
+
+
+@pytest.mark.slow
+def test_files_with_names_of_modules_hide_none(tmp_path):
+    for name in ("random.py", "torch.py"):
+        (tmp_path / name).write_text("raise ImportError\n")
+    write_workload(tmp_path, name="paceline.py")
+    # -P as the installed command has it: the folder of the script, and not this one, is where imports begin.
+    words = [sys.executable, "-P", *command("run", "-n", "2", "--job", "a", "paceline.py")[1:]]
+    ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
 
 
 def events_of(tmp_path):

@@ -271,7 +271,7 @@ REFUSED = {
     "backwards": (["--steps", "5:2"], "it is no range of steps"),
     "step 0": (["--steps", "0:2"], "it is no range of steps"),
     "no such steps": (["--steps", "70:80"], "there are no such steps"),
-    "no folder": (["-o", "nowhere/a.json"], "No such file or directory"),
+    "no folder": (["-o", "nowhere/a.json"], "there is no folder nowhere"),
 }
 
 

@@ -74,8 +74,11 @@ def plan_export(path: Path, form: str, report: Callable[[str], None], shard_byte
         UsageError: there is nothing at `path`.
         CheckpointError: there is no checkpoint that is whole.
     """
-    if not path.exists():
-        raise UsageError(f"can't read the checkpoint {path}", "there is no such folder", "name a checkpoint or a run")
+    if not path.is_dir():
+        reason = "that is a file" if path.exists() else "there is no such folder"
+        raise UsageError(
+            f"can't read the checkpoint {path}", reason, "name a checkpoint, or a run by its folder: runs/JOB"
+        )
     inside = path / "checkpoints"
     source = find_good(inside if inside.is_dir() else path, report, fix=_NONE)
     manifest = read_manifest(source)

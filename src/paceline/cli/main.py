@@ -48,6 +48,11 @@ VERBS = {
     "bench": "measure Paceline against what else there is",
 }
 
+# argparse's words about a value of another type, a word that is none of some, and a value of a flag that has none.
+_INVALID = re.compile(r"argument (-[^/:]+).*: invalid (\w+) value: ")
+_CHOICE = re.compile(r"argument VERB: invalid choice: '([^']*)' \(choose from (.*)\)")
+_ALONE = re.compile(r"argument (-[^/:]+).*: ignored explicit argument ")
+_KINDS = {"int": "a whole number", "float": "a number", "number": "a number"}
 _TARGET = re.compile(r"argument TARGET: invalid choice: '([^']*)'")  # argparse's words
 _TARGETS_BY_OTHER_NAMES = {"k8s": "kubernetes", "kubectl": "kubernetes", "sbatch": "slurm", "srun": "slurm"}
 WITH_FILE = ("run", "submit", "plan", "profile", "verify")  # what stands after FILE, or after `--`, is the file's own
@@ -85,10 +90,22 @@ class Parser(argparse.ArgumentParser):
         if target := _TARGET.match(message):
             return _no_target(target[1])
         message = message.removesuffix(", ...")  # argparse requires the file's own arguments too, which may be none
-        fix = f"see `{self._command} --help`"
-        if message.startswith("argument -n: "):  # -np 2, as mpirun takes it, is -n with the value p
-            fix = "write -n and a whole number, such as -n 2"
-        return UsageError("can't read the arguments", message, fix)
+        return UsageError("can't read the arguments", message, self._way_out(message))
+
+    def _way_out(self, message: str) -> str:
+        """Return the fix for what argparse says."""
+        otherwise = f"see `{self._command} --help`"
+        if invalid := _INVALID.match(message):
+            flag, kind = invalid[1], _KINDS.get(invalid[2])
+            # -np 2, as mpirun takes it, is -n with the value p.
+            return f"write {flag} and {kind}, such as {flag} 2" if kind else otherwise
+        if choice := _CHOICE.match(message):
+            choices = re.findall(r"[\w-]+", choice[2])
+            only = f"write `{self._command} {choices[0]} {choice[1]}`" if len(choices) == 1 else otherwise
+            return did_you_mean(choice[1], choices, only)
+        if alone := _ALONE.match(message):
+            return f"write {alone[1]} without a value" + "; --job NAME names the run" * (alone[1] == "--resume")
+        return otherwise
 
 
 def _no_target(word: str) -> UsageError:

@@ -10,10 +10,23 @@ import errno
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TextIO
+
+from paceline.nouns.errors import UsageError
 
 PIPE_CLOSED = 141  # 128 and the number of SIGPIPE, as shells show it for a command that ends so
 FAILED = 1
+
+
+def check_may_write(path: Path) -> None:
+    """Raise UsageError where a JSON file can't be written: no folder, or another file, such as a program, is there."""
+    if not path.parent.is_dir():
+        raise UsageError(f"can't write {path}", f"there is no folder {path.parent}", "name a file in one that there is")
+    if path.is_file() and path.stat().st_size:
+        with path.open("rb") as file:
+            if file.read(1) != b"{":
+                raise UsageError(f"can't write {path}", "a file is there that is no JSON", "name another file with -o")
 
 
 class OutputLost(OSError):

@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from paceline.cli.output import check_may_write
 from paceline.cli.plan_flags import (
     OWN_ARGUMENTS,
     RUNS,
@@ -87,6 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"its ranks are 0 to {plan.world_size - 1}",
             "write --rank 0",
         )
+    if arguments.output is not None:
+        check_may_write(arguments.output)
     file = read_workload_file(arguments.workload, plan.data_size, module=arguments.module)
     os.environ.update(module_variable(arguments))  # for the child
     name = f"rank {arguments.rank} under {plan.line()}"

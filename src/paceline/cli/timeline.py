@@ -16,6 +16,7 @@ import json
 import sys
 from pathlib import Path
 
+from paceline.cli.output import check_may_write
 from paceline.nouns.errors import UsageError, how_to_write
 from paceline.nouns.step_range import parse_steps
 from paceline.run.shown import left_out
@@ -37,6 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = find_folder(arguments.runs, arguments.job)
     first, last = (None, None) if arguments.steps is None else parse_steps(arguments.steps, "--steps")
     output = arguments.output or Path(f"{folder.resolve().name}-timeline.json")
+    check_may_write(output)
     trace = make_trace(folder, first, last)
     if not trace.steps:
         wanted = "" if arguments.steps is None else f" with the steps {arguments.steps}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import difflib
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from paceline.launch.source_files import sources
 from paceline.nouns import module_names
 from paceline.nouns.errors import PacelineError, ReadError, UsageError, WorkloadError
 from paceline.nouns.loop_plan import check_plan_of_loop
+from paceline.nouns.mesh import AXES, SHORT
 from paceline.nouns.names import check_name
-from paceline.nouns.plan import Plan
+from paceline.nouns.plan import OPTIONS, Plan
 from paceline.nouns.reading import read_text, reason_of
 from paceline.nouns.user_program import UserProgram
 from paceline.nouns.workload import check_part_names, too_small_batch
@@ -22,6 +24,8 @@ from paceline.nouns.workload import check_part_names, too_small_batch
 # not exist in the forked child, and a lock that it held stays locked there; a CUDA context can't be used there at all.
 _FORK_SAFE = ("torch", "transformers", "tokenizers", "numpy", "safetensors", "torchmetrics", "paceline")
 
+_PREPARE = "job, model, optimizer, loader = paceline.prepare(model, optimizer, loader)"
+_OPTIONS_OF_PREPARE = ("seed", "shard_frozen", "whole", "by_part", "sinks")
 # Which call of which module trains a loop of the user's own.
 _LOOPS = {
     module_names.PACKAGE: "prepare",
@@ -69,10 +73,14 @@ def read_workload_file(text: str, ranks: int, plan: Plan | None = None, module: 
         reason = f": {reason_of(error)}"
         if isinstance(error, SyntaxError):
             reason = f", line {error.lineno}: {error.msg}"
-        raise UsageError(f"the workload file {path} should be Python", f"it is not{reason}", "mend that line") from None
+        fix = "mend that line" if path.suffix in ("", ".py") else "name the Python file that trains"
+        raise UsageError(f"the workload file {path} should be Python", f"it is not{reason}", fix) from None
+    if len(tree.body) == 1 and isinstance(tree.body[0], ast.Expr) and isinstance(tree.body[0].value, ast.Dict):
+        raise _json(path)  # which Python can read, too
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and _name(node.func) == "Workload":
             _check_call(node, path, ranks)
+    _check_prepare(tree, path)
     program = list(sources(path, tree, UserProgram(str(path), module).root))
     safe = tuple(name for name in _imports(tree) if name.split(".")[0] in _FORK_SAFE)
     is_loop = _is_loop(program)
@@ -122,14 +130,21 @@ def _prepares(tree: ast.Module) -> bool:
 
 def _calls(tree: ast.Module, module: str, function: str) -> bool:
     """True if a source calls a function of a module, by any name under which it has imported either."""
+    is_call = _call_of(tree, module, function)
+    return any(is_call(node) for node in ast.walk(tree))
+
+
+def _call_of(tree: ast.Module, module: str, function: str) -> Callable[[ast.AST], bool]:
+    """Return what is True for a call of a function of a module, by any name that a source has for it."""
     modules, functions = _names_of(tree, module, function)
-    for node in ast.walk(tree):
+
+    def is_call(node: ast.AST) -> bool:
         called = node.func if isinstance(node, ast.Call) else None
-        if isinstance(called, ast.Attribute) and called.attr == function and ast.unparse(called.value) in modules:
-            return True
-        if isinstance(called, ast.Name) and called.id in functions:
-            return True
-    return False
+        if isinstance(called, ast.Attribute):
+            return called.attr == function and ast.unparse(called.value) in modules
+        return isinstance(called, ast.Name) and called.id in functions
+
+    return is_call
 
 
 def _names_of(tree: ast.Module, module: str, function: str) -> tuple[set[str], set[str]]:
@@ -161,6 +176,13 @@ def _is_ours(module: str) -> bool:
     return module.partition(".")[0] == module_names.PACKAGE
 
 
+def _json(path: Path) -> PacelineError:
+    fix = "name the Python file that trains; a plan.json stands after --plan"
+    if path.suffix == ".ipynb":
+        fix = "write its code to a .py file (`jupyter nbconvert --to script` does), or call paceline.launch in it"
+    return UsageError(f"the workload file {path} should be Python", "it is JSON", fix)
+
+
 def _no_file(path: Path) -> PacelineError:
     siblings = []
     if path.parent.is_dir():
@@ -168,10 +190,20 @@ def _no_file(path: Path) -> PacelineError:
     near = difflib.get_close_matches(path.name, siblings, n=1)
     reason = "that is a folder" if path.is_dir() else "there is no such file"
     fix = "name the Python file that declares it"
+    first, _, others = str(path).partition(" ")
     if path.exists() and not path.is_dir():  # such as a FIFO, which only one rank could read
         reason, fix = "it is not a regular file", "write it to one"
     elif near:
         fix = f"did you mean {path.parent / near[0]}? Name the file"
+    elif (path / "plan.json").is_file():
+        reason = "that is the directory of a run"
+        fix = f"name the Python file; `paceline run --job {path.name} --resume FILE` goes on with that run"
+    elif others and Path(first).is_file():
+        fix = f"write {path} without quotes: the file is one word, and its arguments are others"
+    elif path.name.partition("=")[0] in (*AXES, *SHORT, *OPTIONS):
+        fix = f"join it to the plan by a comma: --plan ...,{path}"
+    elif re.fullmatch(r"python[\d.]*", path.name):
+        fix = f"leave {path} out, and name the Python file: every rank runs it by Python"
     return UsageError(f"can't read the workload file {path}", reason, fix)
 
 
@@ -189,6 +221,34 @@ def _check_call(call: ast.Call, path: Path, ranks: int) -> None:
                 raise too_small_batch(value, ranks)
     except WorkloadError as error:
         raise WorkloadError(f"{path}, line {call.lineno}: {error.asked}", error.found, error.fix) from None
+
+
+def _check_prepare(tree: ast.Module, path: Path) -> None:
+    """Raise WorkloadError where `paceline.prepare` is called by names, or what it returns is taken in another order."""
+    is_call = _call_of(tree, module_names.PACKAGE, "prepare")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and is_call(node):
+            for keyword in node.keywords:
+                if keyword.arg is not None and keyword.arg not in _OPTIONS_OF_PREPARE:
+                    raise WorkloadError(
+                        f"{path}, line {node.lineno}: paceline.prepare takes objects without names",
+                        f"it is called with {keyword.arg}=...; its options are {', '.join(_OPTIONS_OF_PREPARE)}",
+                        f"write {_PREPARE}; the plan stands in the command: `paceline run -n N --plan PLAN`",
+                    )
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call) or not is_call(node.value):
+            continue
+        if len(node.targets) != 1 or (node.value.keywords and not node.value.args):  # the call itself comes later
+            continue
+        taken, given = node.targets[0], [ast.unparse(each) for each in node.value.args]
+        names = [ast.unparse(each) for each in taken.elts] if isinstance(taken, ast.Tuple) else []
+        if not names or any(name.startswith("*") for name in (*names, *given)):
+            continue  # how many there are is known only when it runs
+        if len(names) != len(given) + 1 or (names[0] in given and names[-1] not in given):
+            raise WorkloadError(
+                f"{path}, line {node.lineno}: paceline.prepare returns the job, and then what it is handed",
+                f"it is handed {', '.join(given) or 'nothing'}, and the file takes {', '.join(names)}",
+                f"write {_PREPARE}",
+            )
 
 
 def _has_none(call: ast.Call, name: str) -> bool:

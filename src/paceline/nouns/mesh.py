@@ -217,7 +217,9 @@ def _checked_size(text: str, axis: str, size: str, sizes: dict[str, int]) -> int
         raise MeshError(
             f"the mesh {shown(text)} gives {axis} the size {shown(size)}",
             f"a size is a whole number above 0, at most {MOST_RANKS}",
-            f"write {axis}=1 to leave it unused" if size else f"write {axis}=2 for two ranks",
+            f"write {axis}=1 to leave it unused, or {axis}=2 for two ranks"
+            if size
+            else f"write {axis}=2 for two ranks",
         )
     if axis in sizes:
         raise MeshError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -125,14 +126,14 @@ class Plan:
         self._check_least("bucket_bytes", 1)
         self._check_least("checkpoint_every", 0)
         self._check_least("keep", 1)
-        self._check_least("zero", 1)
         for name in ("micro_batches", "server", "quorum", "staleness"):
             self._check_least(name, 0)
         self._check_least("replicas", 1)
         if self.server > MOST_RANKS:
             raise PlanError(f"the plan's server={self.server}", f"there can be {MOST_RANKS}", "write a smaller number")
-        if self.zero > 3:
-            raise PlanError(f"the plan's zero is {self.zero}", "there are 1, 2 and 3", "write zero=3")
+        if not 1 <= self.zero <= 3:
+            fix = "write zero=1, 2 or 3 with shard=N; without any of them it is replicate=N"
+            raise PlanError(f"the plan's zero is {self.zero}", "there are 1, 2 and 3", fix)
         self._check_compile()
         beside = Mesh.parse(self.mesh).used(GRAPH_AXES)
         if self.float8 != "off" and beside:
@@ -270,6 +271,7 @@ class Plan:
             >>> plan.mesh, plan.world_size, plan.checkpoint_every
             ('pipeline=2,tensor=2', 4, 500)
         """
+        _check_signs(text)
         axes = []
         options = []
         for item in arguments.text("Plan.parse", "text", text, "shard=2").split(","):
@@ -506,8 +508,25 @@ _DDP = {"ddp": "replicate"}  # torch's name for it, and nearer to dp than a miss
 
 
 def _unknown(text: str, name: str) -> MeshError:
+    otherwise = "write one of these, or leave it out"
+    if name.isdecimal():
+        otherwise = f"write replicate={name:.9}, or -n {name:.9} without a plan"
     return MeshError(
         f"the plan {shown(text)} should name axes and options alone",
         f"it names {shown(name)}; the axes are {', '.join(AXES)}, the options {', '.join(OPTIONS)}",
-        did_you_mean(name, [*AXES, *SHORT, *OPTIONS], "write one of these, or leave it out", _DDP),
+        did_you_mean(name, [*AXES, *SHORT, *OPTIONS], otherwise, _DDP),
     )
+
+
+def _check_signs(text: str) -> None:
+    """Raise MeshError for a plan that is right but for its signs, such as tensor:2 or replicate=2;shard=2."""
+    items = []
+    for item in re.split(r"[,;&+\s]+", text):
+        items.append(re.sub(r"^([a-z_]+)(\d+)$", r"\1=\2", re.sub(r"^(\w+):", r"\1=", item)))
+    names = {item.partition("=")[0] for item in items}
+    if items != [item.strip() for item in text.split(",")] and names <= {*AXES, *SHORT, *OPTIONS, *SHORT_OPTIONS}:
+        raise MeshError(
+            f"the plan {shown(text)} should have `=` between a name and its value, and commas between these",
+            "it has other signs",
+            f"write {','.join(items):.200}",
+        )
