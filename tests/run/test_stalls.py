@@ -19,7 +19,7 @@ from paceline.nouns.errors import UsageError
 from paceline.run.rank.watchdog import Watchdog, stacks, waits_in
 from paceline.run.rank.worker import run_rank
 from paceline.run.supervise.progress import Screen
-from paceline.run.supervise.stalls import Stalls, notice_time, process_state
+from paceline.run.supervise.stalls import AT_START, Stalls, notice_time, process_state
 from paceline.run.supervise.supervisor import JobRequest, Supervisor
 from paceline.run.supervise.verdict import Verdict
 
@@ -203,6 +203,16 @@ def test_nobody_has_left_as_long_as_they_may_come(stalls, reports):
     made = stalls(*reports)
     made.look(1001.0, {})
     assert made.who_left() is None
+
+
+def test_a_rank_whose_file_has_ended_while_others_wait_at_the_start_has_left(stalls):
+    made = stalls(report(0, waits_in=AT_START, step=None, is_in_step=False))
+    made.look(1001.0, {})
+    assert made.who_left([1, 2]) == 1
+    assert made.who_left() is None
+    made = stalls(waiting(0))  # in a step, where the ended one is a peer that was lost
+    made.look(1001.0, {})
+    assert made.who_left([1]) is None
 
 
 def test_who_has_left_is_known_where_no_notice_is_wanted(stalls):

@@ -80,18 +80,20 @@ def _why_unwritten(folder: Path) -> str:
     return ""
 
 
-def left_early(rank: int, at: float, found: str = "its process ended with exit code 0") -> dict[str, Any]:
+def left_early(
+    rank: int, at: float, found: str = "its process ended with exit code 0 while others were still training"
+) -> dict[str, Any]:
     """Return the failure of a rank that ended well while the others were still training, and lost it.
 
     Args:
         rank: which.
         at: when the supervisor heard of it, seconds since the epoch.
-        found: the error's second line, up to "while others were still training".
+        found: the error's second line.
     """
     error = PacelineError(
         f"rank {rank} should take as many steps as the other ranks",
-        f"{found} while others were still training",
-        "look where the file calls sys.exit, or leaves its loop, on some ranks only",
+        found,
+        "look where the file calls sys.exit, makes its job, or leaves its loop, on some ranks only",
     )
     return {**_died(rank, at, str(error)), "is_paceline": True}
 

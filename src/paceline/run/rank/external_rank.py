@@ -212,7 +212,8 @@ class JoinedRank:
         if failure is None and "PACELINE_COORDINATOR" not in os.environ:  # workers of servers don't wait for each other
             left = self.stalls.who_left()
         if left is not None:
-            failure = left_early(left, _time_stamp(), "it left its loop and closed the job")
+            found = "it left its loop and closed the job while others were still training"
+            failure = left_early(left, _time_stamp(), found)
         if failure is not None and not read_failures(self.run_dir):
             self.left = failure
             self._write(failure)

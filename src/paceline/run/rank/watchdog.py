@@ -32,7 +32,7 @@ from paceline.comm import api
 from paceline.comm.step_times import TIMES
 from paceline.nouns.reading import parse_whole
 from paceline.run.asked import poll_s, questions_in
-from paceline.run.supervise.stalls import DEFAULT_S, FOLDER, notice_time
+from paceline.run.supervise.stalls import AT_START, DEFAULT_S, FOLDER, notice_time
 from paceline.train import job as jobs
 
 _FIRST = 0.25  # of `pace_s`: the first report of a rank
@@ -53,7 +53,7 @@ _WAITS = {  # the files of `comm/` that wait (their stems), and in what; the out
     "shared_memory": "all_reduce",
     "reducer": "all_reduce",
     "collectives": "a collective",
-    "process_group": "the start, until all ranks are there",
+    "process_group": AT_START,
 }
 Frame = tuple[str, int, str]  # file, line, function
 

@@ -23,6 +23,7 @@ from paceline.run.failures import made_no_progress
 from paceline.run.job_facts import Facts, RankFacts
 from paceline.run.supervise.verdict import Verdict
 
+AT_START = "the start, until all ranks are there"  # what a rank waits in
 FOLDER = "stalls"  # in the run directory
 VARIABLE = "PACELINE_STALL_NOTICE"
 TIMEOUT_VARIABLE = "PACELINE_STALL_TIMEOUT"  # from `paceline run` to the rank that it becomes
@@ -131,8 +132,15 @@ class Stalls:
         with contextlib.suppress(OSError):
             (self.run_dir / FOLDER).rmdir()
 
-    def who_left(self) -> int | None:
-        """Return a rank that has closed its job while another waits for it in a later step; None: there is none."""
+    def who_left(self, ended: Sequence[int] = ()) -> int | None:
+        """Return a rank that has closed its job while another waits for it in a later step; None: there is none.
+
+        Args:
+            ended: ranks whose processes have ended well. One of them has left, too, while another waits at the start,
+                where all ranks meet.
+        """
+        if ended and any(report["waits_in"] == AT_START for report in self.reports):
+            return min(ended)
         # Only a wait inside a step counts: a rank that waits elsewhere may still be met, for instance in `close`,
         # where all ranks write the last checkpoint together. A rank that is still in its loop may only be slow.
         awaited_steps = []

@@ -288,9 +288,13 @@ class Supervisor:
         if self.request.servers:  # workers don't wait for each other in collectives; the coordinator judges them
             return
         # The one hang that is certain. The killed ranks' own statuses don't count: see `_is_own_doing`.
-        left = self.stalls.who_left()
+        ended_well = [rank for rank, status in self._ended_workers().items() if status == 0]
+        left = self.stalls.who_left(ended_well)
         if left is not None and self.kill_at_s is None:
-            self.deaths[left] = left_early(left, _time_stamp(), "it left its loop and closed the job")
+            found = "it left its loop and closed the job while others were still training"
+            if left in ended_well:
+                found = "its file has ended, and others wait for it at the job's start"
+            self.deaths[left] = left_early(left, _time_stamp(), found)
             self._kill()
 
     def _end_at_timeout(self, now_s: float, local_pids: dict[int, int]) -> None:
