@@ -11,7 +11,10 @@ import sys
 
 import pytest
 
+from paceline.comm import api
 from paceline.launch.orphans import kill_group
+from paceline.nouns.errors import UsageError
+from paceline.nouns.user_program import UserProgram
 from paceline.run.rank import worker
 
 from support.jobs import LOOP, paceline, start, write_workload
@@ -144,6 +147,25 @@ def test_a_rank_that_fails_ends_with_its_child_processes(tmp_path):
     assert ended.code == 1
     assert "RuntimeError: boom" in ended.err
     assert "waits for child process recorder" in ended.out + ended.err
+
+
+def test_a_traceback_shows_the_users_frames_and_none_of_ours(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text("def load(index):\n    return {0: 1}[index]\n\n\nload(7)\n")
+    with pytest.raises(KeyError) as caught:
+        UserProgram(str(file)).run()
+    shown = worker._shown(caught.value)
+    assert f'File "{file}", line 2, in load' in shown
+    assert "user_program.py" not in shown
+    assert "runpy" not in shown
+
+
+def test_a_process_that_a_rank_has_started_is_no_rank(monkeypatch):
+    monkeypatch.setattr(api, "_world", [])
+    monkeypatch.setenv("PACELINE_RANK", "1")
+    monkeypatch.setenv("PACELINE_RANK_PROCESS", "1")
+    with pytest.raises(UsageError, match="there would be two ranks 1"):
+        api.init()
 
 
 def test_the_line_of_a_failure_is_the_users_and_not_that_of_pythons_library(tmp_path):

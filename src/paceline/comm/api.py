@@ -27,6 +27,7 @@ from paceline.comm.process_group import COORDINATOR, RankInfo, close_world, find
 from paceline.nouns import arguments
 from paceline.nouns.errors import UsageError
 from paceline.nouns.parts import shown
+from paceline.rendezvous.rank_variables import PROCESS
 
 
 @dataclass(slots=True)
@@ -74,6 +75,13 @@ def init() -> None:
     """
     if _world and not _may_join_anew():
         return
+    if os.environ.get(PROCESS, str(os.getpid())) != str(os.getpid()):
+        raise UsageError(
+            "this process can't take part in training",
+            f"a rank's file has started it, and it has that rank's variables: there would be two ranks "
+            f"{os.environ.get('PACELINE_RANK')}",
+            "leave torch.multiprocessing.spawn out: `paceline run -n N` starts the ranks",
+        )
     launcher_info = find_rank_info(os.environ)
     rank_info = launcher_info
     has_servers = COORDINATOR in os.environ

@@ -27,7 +27,7 @@ def describe_workload(plan: Plan, command_line: list[str], waits: Callable[[], N
     Raises:
         WorkloadError: the file can't be loaded, or its model can't be split so.
     """
-    command = [sys.executable, "-m", module_names.DESCRIBE, "--plan", plan.line(), *command_line]
+    command = [sys.executable, "-P", "-m", module_names.DESCRIBE, "--plan", plan.line(), *command_line]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, errors="replace") as process:
         try:

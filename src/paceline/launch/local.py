@@ -132,7 +132,7 @@ def start_ranks(settings: RankSettings, start: Start = subprocess.Popen) -> Fork
     ours, theirs = socket.socketpair()
     listener = [settings.rendezvous.listener] if settings.rendezvous.listener >= 0 else []
     function = [settings.function] if settings.function >= 0 else []
-    command = [sys.executable, "-m", module_names.FORKSERVER, str(theirs.fileno())]
+    command = [sys.executable, "-P", "-m", module_names.FORKSERVER, str(theirs.fileno())]
     # Blocked, and inherited so: until the fork server ignores it, SIGINT would be a KeyboardInterrupt in its imports.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -164,7 +164,7 @@ class _Child:
         # A file, not a pipe: one that nobody reads would stop the child as soon as it is full.
         self.errors = (folder / f"errors-{number}.txt").open("w+", errors="replace")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, str(folder), *command_line],
+            [sys.executable, "-P", "-m", module, str(folder), *command_line],
             bufsize=0,  # `selectors` sees what is in a pipe, and not what is in a buffer
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

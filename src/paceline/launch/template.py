@@ -69,7 +69,7 @@ class Template:
     def __init__(self, preload: Sequence[str]) -> None:
         adopt_orphans(True)
         self.control, theirs = socket.socketpair()
-        command = [sys.executable, "-m", module_names.TEMPLATE, str(theirs.fileno()), *preload]
+        command = [sys.executable, "-P", "-m", module_names.TEMPLATE, str(theirs.fileno()), *preload]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from paceline.rendezvous.launcher_env import LauncherPosition
 
+PROCESS = "PACELINE_RANK_PROCESS"  # the rank's process id
+
 
 def variables_of(position: LauncherPosition) -> dict[str, str]:
     """Return Paceline's variables for that place, and for where ranks meet unless it is torchrun's store."""

@@ -306,6 +306,13 @@ def _not_taken(error: BaseException) -> str:
     return f"one process can't take it ({type(error).__name__}: {first:.200})"
 
 
+def leave_out_unended() -> None:
+    """Compare no first step that has not ended: an error, which says more, has ended the loop in it."""
+    for comparison in list(_pending):
+        if comparison.forms:
+            comparison.end()
+
+
 def finish_pending() -> None:
     """Wait for the results that have not been said, and say them.
 

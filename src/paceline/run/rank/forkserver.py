@@ -21,6 +21,7 @@ import socket
 import struct
 import subprocess
 import sys
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -209,9 +210,9 @@ def _start_interpreter(
         arguments = _server_arguments(rank, settings)
         command = [sys.executable, "-c", f"import {__spec__.name} as f; exit(f.be_server(*{arguments!r}))"]
     else:
-        command = [sys.executable, "-m", module_names.WORKER, settings.script, *settings.arguments]
+        command = [sys.executable, "-P", "-m", module_names.WORKER, settings.script, *settings.arguments]
         if settings.function >= 0:
-            command = [sys.executable, "-m", module_names.FUNCTION, str(settings.function)]
+            command = [sys.executable, "-P", "-m", module_names.FUNCTION, str(settings.function)]
             passed.append(settings.function)
         passed.append(pipes.finished_write)
         if settings.run_lock >= 0:
@@ -268,6 +269,9 @@ def _become_rank(
             keep_temporary_files_in(settings.private)
             code = _be_rank(settings)
         exit_process(code, partial(tell_finished, pipes.finished_write))
+    except BaseException:  # such as of an import: what comes later `run_rank` writes down
+        traceback.print_exc()
+        sys.stderr.flush()
     finally:
         os._exit(code)
 

@@ -16,14 +16,27 @@ from paceline.checkpoint.owner import RunTakenError, keep_lock
 from paceline.comm import api
 from paceline.launch.orphans import die_with_parent
 from paceline.launch.process_exit import exit_process
-from paceline.nouns.errors import MEETS_NOT, DataError, PacelineError, PeerLostError, WorkloadError
+from paceline.nouns.errors import MEETS_NOT, DataError, PacelineError, PeerLostError, UsageError, WorkloadError
+from paceline.nouns.own_errors import own_line
 from paceline.nouns.user_program import UserProgram
+from paceline.rendezvous.rank_variables import PROCESS
 from paceline.run.failures import SUPERVISED, UNWRITTEN
 from paceline.run.rank.watchdog import begin_watching
 from paceline.train import job as jobs
 from paceline.train import loop
-from paceline.train.first_step import end_alone
+from paceline.train.first_step import end_alone, leave_out_unended
 from paceline.train.prepare import check_owner
+
+# What torchrun's variables are here, and torch's words about a process group that there is not.
+_OF_TORCHRUN = {
+    **{name: f"write PACELINE_{name}" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")},
+    **dict.fromkeys(("MASTER_ADDR", "MASTER_PORT"), "leave it out; the ranks find each other without it"),
+}
+_OURS = f"{Path(__file__).parents[2]}{os.sep}"
+_OF_PROCESS_GROUP = (
+    "Default process group has not been initialized",
+    "Error initializing torch.distributed using env://",
+)
 
 
 def run_rank(script: str, arguments: list[str], stopped_code: int = 0) -> int:
@@ -49,6 +62,7 @@ def run_rank(script: str, arguments: list[str], stopped_code: int = 0) -> int:
 def _run_to_end(script: str, arguments: list[str], stopped_code: int) -> int:
     program = UserProgram.of_this_process(script)
     program.enter(arguments)
+    os.environ[PROCESS] = str(os.getpid())  # processes that the file starts have it, and are others
     try:
         was_stopped = _run_file(program)
         jobs.close_open_jobs()  # writes the last checkpoint, so a rank that can't has failed
@@ -82,10 +96,13 @@ def _workload(script: str, names: dict[str, Any]) -> Any:
         return workload
     if api.is_initialized():
         return None  # it used the MPI words alone
+    found = [name for name, value in names.items() if isinstance(value, Workload)]
+    others = f"; its Workload is named {found[0]}" if found else ""
     raise WorkloadError(
         f"{script} should train something",
-        "it made no job and has no variable `workload`",
-        "declare workload = paceline.Workload(...), and call paceline.distribute(workload) in a loop of your own",
+        f"it made no job and has no variable `workload`{others}",
+        "declare workload = paceline.Workload(...), or call paceline.distribute with it in a loop of your own, which "
+        "stands outside of functions that nobody calls",
     )
 
 
@@ -97,6 +114,7 @@ def failed(error: BaseException, run_dir: Path | None = None) -> int:
         run_dir: where; None: the run directory of this rank's variables.
     """
     end_alone(error)
+    leave_out_unended()
     error = _explained(error)
     job = jobs.newest()
     if job is not None:
@@ -135,7 +153,7 @@ def _failure(error: BaseException, rank: int) -> dict[str, Any]:
         "is_peer_loss": isinstance(error, PeerLostError),
         "is_paceline": isinstance(error, PacelineError),
         "where": None,
-        "traceback": "".join(traceback.format_exception(error)),
+        "traceback": _shown(error),
         "exit_code": 1,
         "parts": None,
         "saved_to": getattr(error, "saved_to", None),
@@ -162,11 +180,15 @@ def _failure(error: BaseException, rank: int) -> dict[str, Any]:
 
 
 def _explained(error: BaseException) -> BaseException:
-    """Return an error that says what to do where a process of a data loader has died, else `error` itself.
+    """Return an error that says what to do, where that is known; else `error` itself.
 
-    Torch raises its own wherever the main thread stands (torch/utils/data/_utils/signal_handling.py).
+    Of a process of a data loader that has died torch raises its own, wherever the main thread stands
+    (torch/utils/data/_utils/signal_handling.py).
     """
     text = str(error)
+    other = _of_another_launcher(error, text)
+    if other is not None:
+        return other.at(step=jobs.current_step()).with_traceback(error.__traceback__)
     if not isinstance(error, RuntimeError) or not text.startswith("DataLoader worker (pid"):
         return error
     explained = DataError(
@@ -175,6 +197,38 @@ def _explained(error: BaseException) -> BaseException:
         "was it the kernel for want of memory (see `dmesg`), or somebody's kill? Go on with --resume",
     ).at(step=jobs.current_step())
     return explained.with_traceback(error.__traceback__)
+
+
+def _of_another_launcher(error: BaseException, text: str) -> PacelineError | None:
+    """Return the error of a file that asks torch.distributed, or the variables of torchrun, for its rank."""
+    if isinstance(error, KeyError) and error.args and error.args[0] in _OF_TORCHRUN:
+        name = error.args[0]
+        return UsageError(f"the file reads the variable {name}", "this launcher does not set it", _OF_TORCHRUN[name])
+    if isinstance(error, ValueError) and text.startswith(_OF_PROCESS_GROUP):
+        return UsageError(
+            "Paceline's ranks have a process group once the file has called paceline.prepare, distribute or init",
+            text.splitlines()[0],
+            "leave out init_process_group, DistributedDataParallel and DistributedSampler, and ask for the rank after "
+            "that call: job.rank, job.size; see docs/migrate.md",
+        )
+    return None
+
+
+def _shown(error: BaseException) -> str:
+    """Return an error's traceback; without Paceline's frames where the error is of the user's code, or of torch's."""
+    trace = traceback.TracebackException.from_exception(error)
+    if not own_line(error):
+        waiting = [trace]
+        for each in waiting:  # it grows
+            frames = [frame for frame in each.stack if not _is_between(frame.filename)]
+            each.stack[:] = frames or each.stack
+            waiting += [other for other in (each.__cause__, each.__context__) if other is not None]
+    return "".join(trace.format())
+
+
+def _is_between(file: str) -> bool:
+    """True for a file of Paceline, and for Python's own that runs the user's for it."""
+    return file.startswith((_OURS, "<frozen runpy>"))
 
 
 def _is_user_code(file: str) -> bool:
