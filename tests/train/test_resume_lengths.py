@@ -130,7 +130,11 @@ def test_a_run_that_does_something_ends(tmp_path, monkeypatch, use):
         ({"step": 3}, {}, "done; runs/a"),
         ({"step": 3}, {2: 8}, "done; runs/a"),
         (None, {}, "done, 0 steps were taken; runs/a"),
-        (None, {3: 12}, "done before: no step was left after step 3; runs/a"),
+        (
+            None,
+            {3: 12},
+            "done before: no step was left after step 3 (to train on, raise the file's epochs or steps); runs/a",
+        ),
     ],
 )
 def test_the_last_line_says_how_many_steps_were_taken(last, loaded, text):

@@ -258,9 +258,10 @@ def find_run(runs: Path, job: str | None, script: Path) -> Path:
     if job is not None:
         if (runs / job / "plan.json").exists():
             return runs / job
-        raise UsageError(
-            f"can't resume the job {job!r} in {runs}", "there is no such job", "look at the names in that folder"
-        )
+        found, fix = "there is no such job", "look at the names in that folder"
+        if (runs / job).is_dir():
+            found, fix = f"{runs / job} has no plan.json", "name the directory of a run, copied as a whole"
+        raise UsageError(f"can't resume the job {job!r} in {runs}", found, fix)
     # By the time of job.json, which every start writes anew: the run that was started last, not the one made last.
     newest_first = sorted(runs.glob("*/job.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in newest_first:

@@ -176,7 +176,7 @@ def check_model(model: Any) -> None:
             raise WorkloadError(
                 "the model's parameters should be made",
                 f"{name} has no shape before the first batch (a lazy module)",
-                "give the module its sizes, or run it on one sample in the factory",
+                "give the module its sizes, or run it on one sample where it is made",
             )
 
 
@@ -454,11 +454,16 @@ def check_same_job(folder: Path, manifest: dict[str, Any], workload: Workload, s
     """
     for name, here in (("seed", workload.seed), ("samples", samples)):
         if manifest.get(name, here) != here:
-            raise CheckpointError(
+            found = f"it was saved with {name}={manifest[name]}, the workload has {name}={here}"
+            if name == "samples" and not here:
+                found = f"it is of a workload whose data has {manifest[name]} samples, and here the loop has its own"
+            error = CheckpointError(
                 f"the checkpoint {folder} should go on in the same data order",
-                f"it was saved with {name}={manifest[name]}, the workload has {name}={here}",
-                "resume with the seed and data it was trained on, or start a new job",
+                found,
+                "resume with the file, the seed and the data it was trained on, or start a new job",
             )
+            error.exit_code = 2
+            raise error
     step, position = manifest["step"], manifest["position"]
     # A batch ends with its pass; a loop that leaves batches out still takes none after its end.
     if samples and manifest.get("loop") is None and position > max(step * samples, end):

@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import json
 import numbers
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -660,11 +660,20 @@ def _check_groups(model: torch.nn.Module, kind: str, groups: list[list[str]], sa
         saved_members = set(saved_group["parameters"])
         is_same = saved_members & local_names <= set(members) <= saved_members
     if not is_same:
-        raise CheckpointError(
-            f"the checkpoint's optimizer is a {saved['class']} with {len(saved['groups'])} parameter groups",
-            f"the workload's is a {kind} with {len(groups)}, or they hold other parameters",
-            "make the optimizer as it was when the checkpoint was saved",
+        found = f"this one is {kind}, {_counted(groups)}"
+        if (kind, len(groups)) == (saved["class"], len(saved["groups"])):
+            found = "this one's groups have other parameters"
+        error = CheckpointError(
+            f"the optimizer should be that of the checkpoint: {saved['class']}, {_counted(saved['groups'])}",
+            found,
+            "make the optimizer as it was when the checkpoint was saved, or start without the checkpoint",
         )
+        error.exit_code = 2
+        raise error
+
+
+def _counted(groups: Sequence[Any]) -> str:
+    return "1 group of parameters" if len(groups) == 1 else f"{len(groups)} groups of parameters"
 
 
 def _as_state_of(parameter: torch.nn.Parameter, value: Any) -> Any:

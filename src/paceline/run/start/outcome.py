@@ -49,7 +49,8 @@ class JobEnd:
         if self.progress.last is not None or not self.progress.started:
             return ""
         before = max(self.progress.loaded, default=0)
-        return f" before: no step was left after step {before}" if before else ", 0 steps were taken"
+        more = f" before: no step was left after step {before} (to train on, raise the file's epochs or steps)"
+        return more if before else ", 0 steps were taken"
 
     def _restarts(self) -> str:
         number = self.progress.restarts
