@@ -10,7 +10,7 @@ from torch import nn
 
 import paceline
 from paceline.comm import api
-from paceline.nouns.errors import PeerLostError, WorkloadError
+from paceline.nouns.errors import LossError, PeerLostError, UsageError, WorkloadError
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 
@@ -84,6 +84,60 @@ def test_a_persons_own_batches_are_averaged_by_their_weights():
         assert abs(mean - whole) < 1e-6
         torch.testing.assert_close(other, weight)
     assert position == 0, "the order is the person's, so ours has not moved"
+
+
+def update_again(job, batch):
+    job.optimizer.step()
+
+
+def schedule_again(job, batch):
+    job.scheduler.step()
+    job.step(batch)
+
+
+def backward(job, batch):
+    job.backward(batch)
+
+
+# After a step: what the loop does besides, and what the error says.
+BESIDE_STEP = [
+    (update_again, "the loop calls SGD.step() too", "leave it out"),
+    (schedule_again, "the loop has stepped one too", "job.schedule(metric)"),
+    (backward, "made this job of a paceline.Workload", "write job.step(batch)"),
+]
+
+
+@pytest.mark.parametrize(("act", "found", "fix"), BESIDE_STEP, ids=lambda value: getattr(value, "__name__", ""))
+def test_what_step_does_is_not_done_besides(act, found, fix):
+    parts = {"scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2)}
+    job = paceline.distribute(workload(**parts))
+    first, second, *_ = job.batches()
+    job.step(first)
+    before = [parameter.detach().clone() for parameter in job.model.parameters()]
+    with pytest.raises(UsageError) as caught:
+        act(job, second)
+    assert found in caught.value.found
+    assert fix in caught.value.fix
+    assert all(torch.equal(now, then) for now, then in zip(job.model.parameters(), before, strict=True))
+
+
+def test_a_batch_that_is_stepped_again_is_told():
+    job = paceline.distribute(workload())
+    told = []
+    job.notice = lambda text, everywhere=False: told.append(text)
+    for batch in job.batches():
+        job.step(batch)
+        if job.step_number < 4:
+            job.step(batch)
+    assert [text for text in told if "a batch again" in text] == told[:1]
+
+
+def test_a_loss_of_another_model_is_refused():
+    other = nn.Linear(4, 2)
+    parts = {"loss": lambda model, batch: (other(batch).square().sum(), len(batch))}
+    job = paceline.distribute(dataclasses.replace(workload(), **parts))
+    with pytest.raises(LossError, match="no parameter of the model has a gradient"):
+        job.step(next(job.batches()))
 
 
 def open_data_that_rank_0_lacks(rank):

@@ -16,6 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import paceline
 from paceline.nouns.errors import (
+    CheckpointError,
     CollectiveError,
     LossError,
     PacelineError,
@@ -555,7 +556,42 @@ def after_the_end(job, model, optimizer):
     job.backward(model(own(job, 0)).mean(), weight=1)
 
 
+def cleared_after_backward(job, model, optimizer):
+    job.backward(model(own(job, 0)).mean(), weight=1)
+    optimizer.zero_grad()
+    optimizer.step()
+
+
+def backward_twice(job, model, optimizer):
+    loss = model(own(job, 0)).square().mean()
+    loss.backward()
+    job.backward(loss, weight=1)
+
+
+def converted(job, model, optimizer):
+    model.float()
+    job.backward(model(own(job, 0).float()).mean(), weight=1)
+
+
+def clipped_as_by_torch(job, model, optimizer):
+    job.clip(model.parameters(), 1.0)
+
+
+def logged_as_by_others(job, model, optimizer):
+    job.log(torch.tensor(1.0))
+
+
+def load_of_a_file(job, model, optimizer):
+    job.load(__file__)
+
+
 MISTAKES = [
+    (cleared_after_backward, UsageError, "cleared after job.backward", "before job.backward(loss)"),
+    (backward_twice, LossError, "let go in one that came before", "in place of loss.backward()"),
+    (converted, WorkloadError, "0.weight is of torch.float32 now, and was of torch.float64", "before the optimizer"),
+    (clipped_as_by_torch, UsageError, "it is <generator", "job.clip(1.0)"),
+    (logged_as_by_others, UsageError, "it is handed tensor(1.)", "job.log(loss=loss)"),
+    (load_of_a_file, CheckpointError, "it is a file", "torch.load(path, weights_only=True)"),
     (raw_backward, UsageError, "made or changed by something else than job.backward", "write job.backward(loss)"),
     (raw_after_ours, UsageError, "made or changed by something else", "in place of loss.backward()"),
     (clipped_by_torch, UsageError, "gradient of 0.weight was made or changed", "job.clip(max_norm)"),
@@ -598,7 +634,7 @@ def make_mistake(rank, mistake, mesh="replicate=2"):
     try:
         mistake(job, model, optimizer)
     except PacelineError as error:
-        if mistake is not noise_by_rank:
+        if mistake not in (noise_by_rank, converted):
             assert all(torch.equal(now, then) for now, then in zip(held(job), before, strict=True))
         return type(error).__name__, error.found, error.fix, error.rank
     return None
@@ -609,8 +645,8 @@ def make_mistake(rank, mistake, mesh="replicate=2"):
     ("mistake", "kind", "found", "fix"), MISTAKES, ids=lambda value: getattr(value, "__name__", "")
 )
 def test_a_mistake_is_said_on_every_rank(mistake, kind, found, fix, mesh):
-    if mesh == "shard=2" and mistake is noise_by_rank:
-        return  # ranks have different rows: there is nothing to compare
+    if mesh == "shard=2" and mistake in (noise_by_rank, converted):
+        return  # ranks have different rows, and nothing to compare; FSDP keeps the dtype
     if mesh == "shard=2" and mistake is backward_on_rank_0:
         found = "calls a model of which each rank has a part (model 1)"
     # Rows without replicas are sums already: torch clips them rightly.
@@ -638,6 +674,19 @@ def test_hosts_that_meet_by_themselves_say_the_same(mistake, kind, found, fix):
     assert any(found in answer[1] for answer in answers), answers
 
 
+class Unsized(torch.utils.data.Dataset):
+    def __getitem__(self, index):
+        return INPUTS[0][index]
+
+
+class ReadOnce(IterableDataset):
+    def __init__(self):
+        self.rows = iter(INPUTS[0])
+
+    def __iter__(self):
+        return self.rows
+
+
 def objects_of(*names):
     model = net()
     kinds = {
@@ -648,6 +697,12 @@ def objects_of(*names):
         "data": TensorDataset(INPUTS[0]),
         "list": [model],
         "word": "cuda",
+        "parameters": model.parameters(),
+        "wrapped": nn.DataParallel(model),
+        "empty": nn.Linear(2, 2, device="meta"),
+        "scheduler of another": torch.optim.lr_scheduler.StepLR(sgd(net()), 2),
+        "unsized": DataLoader(Unsized(), batch_size=2),
+        "read once": DataLoader(ReadOnce(), batch_size=2),
         "settings": {"lr": 0.1},
         "function": model.forward,
         "lbfgs": torch.optim.LBFGS(model.parameters()),
@@ -669,6 +724,16 @@ def objects_of(*names):
         (["model", "class"], "object 2 is", "SGD(...)"),
         (["model", "optimizer", "data"], "object 3 is", "DataLoader(data"),
         (["list", "optimizer"], "object 1 is", "hand in"),
+        (["parameters", "optimizer"], "object 1 is <generator", "hand in the model itself"),
+        (["wrapped", "optimizer"], "is a DataParallel", "leave DataParallel"),
+        (["empty", "model", "optimizer"], "weight is on the meta device", "on the CPU"),
+        (
+            ["model", "optimizer", "scheduler of another"],
+            "StepLR has another SGD",
+            "of the optimizer that is handed in",
+        ),
+        (["model", "optimizer", "unsized"], "Unsized has no __len__", "def __len__"),
+        (["model", "optimizer", "read once"], "again and again, which can be read once", "in __iter__"),
         (["model", "optimizer", "word"], "object 3 is 'cuda'", "prepare(model, optimizer, loader)"),
         (["model", "optimizer", "settings"], "object 3 is {'lr': 0.1}", "leave it out"),
         (["function", "optimizer"], "object 1 is", "call the loss in the loop"),
@@ -885,6 +950,99 @@ def pass_by_pass(job, model, optimizer, loader):
     return passes
 
 
+def in_loop(loop, loader=None, scheduler=None):
+    """The notices of one rank's loop, and its error."""
+    model, optimizer = with_optimizer()
+    more = [] if scheduler is None else [scheduler(optimizer)]
+    if loader is None:  # not `or`: a loader without batches is false
+        loader = DataLoader(TensorDataset(INPUTS[0]), batch_size=2)
+    job, model, optimizer, loader, *more = paceline.prepare(model, optimizer, loader, *more)
+    notices = []
+    job.notice = lambda text, everywhere=False: notices.append(text)
+    try:
+        loop(job, model, optimizer, loader)
+    except PacelineError as error:
+        return notices, error
+    return notices, None
+
+
+def trains(job, model, optimizer, loader, clear=lambda optimizer, number: optimizer.zero_grad()):
+    for number in job.epochs(2):
+        for (batch,) in loader:
+            clear(optimizer, number)
+            job.backward(model(batch).mean())
+            optimizer.step()
+
+
+def clears_nothing(*objects):
+    trains(*objects, clear=lambda optimizer, number: None)
+
+
+def clears_to_zeros(*objects):
+    trains(*objects, clear=lambda optimizer, number: optimizer.zero_grad(set_to_none=False))
+
+
+def accumulates(job, model, optimizer, loader):
+    for _ in job.epochs(2):
+        for number, (batch,) in enumerate(loader):
+            job.backward(model(batch).mean())
+            if number == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("loop", [trains, clears_nothing, clears_to_zeros, accumulates], ids=lambda loop: loop.__name__)
+def test_gradients_that_nothing_clears_are_told(loop):
+    notices, error = in_loop(loop)
+    assert error is None
+    assert any("which nothing has cleared" in notice for notice in notices) == (loop is clears_nothing)
+
+
+def never_updates(job, model, optimizer, loader):
+    for _ in job.epochs(3):
+        for (batch,) in loader:
+            job.backward(model(batch).mean())
+
+
+def counts_by_a_text(job, model, optimizer, loader):
+    list(job.epochs("3"))
+
+
+def other_layer(job, model, optimizer, loader):
+    model[2] = nn.Linear(5, 2).double()
+    trains(job, model, optimizer, loader)
+
+
+def uses_another_model(job, model, optimizer, loader):
+    trains(job, net(1), optimizer, loader)
+
+
+SHORT = {"batch_size": 9, "drop_last": True}
+LOOPS_AT_FAULT = [
+    (never_updates, {}, "no optimizer stepped", "optimizer.step() after job.backward(loss)"),
+    (counts_by_a_text, {}, "it is '3' of type str", "job.epochs(3)"),
+    (other_layer, {}, "2.weight is another parameter now", "before the optimizer is made"),
+    (uses_another_model, {}, "no backward pass has reached", "of the models that paceline.prepare returned"),
+    (trains, SHORT, "the first pass over it had none", "leave out drop_last=True"),
+]
+
+
+@pytest.mark.parametrize(
+    ("loop", "options", "found", "fix"), LOOPS_AT_FAULT, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_a_loop_at_fault_is_told_before_its_second_pass(loop, options, found, fix):
+    _, error = in_loop(loop, DataLoader(TensorDataset(INPUTS[0]), **{"batch_size": 2, **options}))
+    assert found in error.found
+    assert fix in error.fix
+
+
+def test_samples_that_make_no_batch_are_told_by_the_loader():
+    loader = DataLoader([torch.zeros(length) for length in (2, 3, 4)], batch_size=3)
+    _, error = in_loop(trains, loader)
+    assert "equal size" in error.found
+    assert "hand the DataLoader collate_fn=..." in error.fix
+
+
 def test_a_look_at_a_batch_is_no_pass():
     assert run_ranks(2, looked_at_first) == [([0, 1, 2], 12, 90)] * 2
 
@@ -1052,6 +1210,7 @@ def evaluate_each_pass(job, model, loader):
     for _ in job.epochs(2):
         for (batch,) in loader:
             job.backward(model(batch).mean())
+            job.optimizer.step()
         list(loader)
 
 
@@ -1059,6 +1218,7 @@ def evaluate_uncounted_passes(job, model, loader):
     for _ in range(2):
         for (batch,) in loader:
             job.backward(model(batch).mean())
+            job.optimizer.step()
         list(loader)
 
 

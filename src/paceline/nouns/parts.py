@@ -186,12 +186,20 @@ def check_data(name: str, value: Any, is_made: bool = False) -> None:
             f"its function returned a {type(value).__name__}",
             "return a map-style Dataset or a list, or an IterableDataset; or write it as a generator function",
         )
+    if not is_data and hasattr(value, "__getitem__") and not callable(value):
+        raise WorkloadError(
+            asked, f"{type(value).__name__} has [] and no len()", "add def __len__(self), the number of samples"
+        )
     if not is_data and not callable(value):
         raise WorkloadError(
             f"{asked}, or a function that makes one",
             f"it is {shown(value)}",
             "hand in a torch Dataset, a list of samples, or a function that returns one",
         )
+
+
+_READ_ONCE = "can be read once, and is read in each epoch and on each rank"
+MAKE_ANEW = "make the iterator in __iter__, where each pass begins"
 
 
 def is_stream(value: Any) -> bool:
@@ -203,9 +211,22 @@ def is_stream(value: Any) -> bool:
     return not hasattr(value, "__getitem__") and not isinstance(value, Set | Mapping)
 
 
+def read_once(value: Any) -> str:
+    """Return the type of the iterator that a stream hands out again and again, where that ends for good; else ""."""
+    try:
+        iterators = iter(value), iter(value)
+    except Exception:  # it says so when it is read
+        return ""
+    # One that is the stream itself may begin anew in __iter__.
+    is_one = iterators[0] is iterators[1] and iterators[0] is not value
+    return type(iterators[0]).__name__ if is_one else ""
+
+
 def _mistaken_for_data(value: Any) -> tuple[str, str] | None:
     """Say what `value` is if it looks like a data set and is none, and what to do; None if it may be one."""
     kind = type(value)
+    if is_stream(value) and (iterator := read_once(value)):
+        return f"its __iter__ returns one {iterator} again and again, which {_READ_ONCE}", MAKE_ANEW
     if _is_torch(kind, "DataLoader"):
         return (
             "it is a DataLoader, which makes batches itself",
@@ -214,7 +235,7 @@ def _mistaken_for_data(value: Any) -> tuple[str, str] | None:
         )
     if hasattr(value, "__next__"):
         return (
-            f"it is a {kind.__name__}, which can be read once, and is read in each epoch and on each rank",
+            f"it is a {kind.__name__}, which {_READ_ONCE}",
             "hand in the function that makes it: data=samples in place of data=samples()",
         )
     if isinstance(value, Set):

@@ -231,7 +231,7 @@ def _precision_advice(asked: str) -> str:
     """Return what to write in place of a precision that does not exist."""
     if asked.lower() in ("fp8", "int8", "float8", "8", "4", "int4"):
         return "leave it out for float32, or write precision='bf16'"
-    return did_you_mean(asked, PRECISIONS, "write one of these", _SAME_PRECISION)
+    return did_you_mean(asked.removeprefix("torch."), PRECISIONS, "write one of these", _SAME_PRECISION)
 
 
 _SAME_PRECISION = {

@@ -26,6 +26,7 @@ import torch
 
 from paceline.comm.collectives import AxisComm, open_axes, open_product
 from paceline.comm.ledger import Ledger
+from paceline.nouns.errors import LossError
 from paceline.nouns.mesh import AXES, DATA_AXES, EXPERT_GRADIENT_AXES, GRADIENT_AXES, SPREADING_AXES, Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.record import ExpertLoad
@@ -229,6 +230,13 @@ class Parallel:
         self.gradient_hooks.call(self.placed.updated().values())
         # Ranks that run the same samples change the same buffers: each change was counted by all of them.
         self.buffers.reduce([ranks // self.mesh.places for ranks in stats.changed])
+        updated = self.placed.updated()
+        if updated and stats.weight and all(parameter.grad is None for parameter in updated.values()):
+            raise LossError(
+                "the loss should depend on the model's parameters",
+                "no parameter of the model has a gradient, and nothing would be updated",
+                "call the model that the loss is handed, in loss(model, batch), and no other of the file's",
+            )
         return stats
 
     def follow_hooks(self, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:

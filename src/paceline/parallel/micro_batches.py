@@ -135,7 +135,9 @@ def checked_loss(result: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
     if isinstance(weight, torch.Tensor):
         if weight.numel() != 1:
             raise LossError(
-                "the loss's weight should be one number", f"it is {_shown(weight)}", "count: weight = mask.sum()"
+                "the loss's weight should be one number",
+                f"it is {_shown(weight)}",
+                "return the sum and over how many it is, such as len(labels) or mask.sum()",
             )
         return total.reshape(()), weight.detach().reshape(())
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:

@@ -38,7 +38,7 @@ from torch.utils.hooks import RemovableHandle
 from paceline.comm.batch_norm import share_by
 from paceline.comm.collectives import AxisComm
 from paceline.comm.dtypes import checksum
-from paceline.comm.fully_shard import gathered, is_part, read_whole, take_lost_write
+from paceline.comm.fully_shard import gathered, is_part, local, read_whole, take_lost_write
 from paceline.comm.host_copy import HostCopy
 from paceline.comm.pytree import tensors_in
 from paceline.comm.reducer import Reducer, message_reducer
@@ -79,6 +79,7 @@ _CALLS = {
 _WEIGHT, _LOSS, _STOP, _OTHERS, _FIRST_RANK = range(5)
 _CODE, _CHECK, _BAD, _ALIKE, _ARGUMENTS, _PER_RANK = range(6)
 _MOST_OPTIMIZERS = 1000
+_GRAPH_IS_GONE = "backward through the graph a second time"  # torch's words
 _BAD_WEIGHT = 2  # in the place of _BAD, where 1 means the loss
 # Relative: GPUs may sum in another order; other samples, or a loss of pieces, differ in their first digits.
 SUMS_DIFFER = 1e-9
@@ -201,6 +202,8 @@ class _Target:
         parts: sums those of parts over the ranks that hold the same; None where nothing is in parts.
         updates: how the optimizer updates parts; None where nothing is.
         known: what is known of the parameters' gradients.
+        updated: how often the optimizer has updated.
+        is_uncleared: the newest backward passes have added to the gradients of the update before.
     """
 
     def __init__(
@@ -213,6 +216,8 @@ class _Target:
         self.early = EarlySums(replicate)
         self.is_summed = True  # there is nothing to sum
         self.known: list[KnownGradient] = []
+        self.updated = 0
+        self.is_uncleared = False
 
     def sums(self) -> list[Replicate]:
         """Return what makes sums of the gradients."""
@@ -417,6 +422,8 @@ class PiecewiseParallel(Parallel):
         self.owned = OwnedUpdates(self.comms.axes["shard"], tuple(sorted(self.comms.axes["replicate"].peers)))
         self.hooks: list[RemovableHandle] = []
         self.reached: list[torch.nn.Parameter] = []  # by backward passes, since a piece began
+        self.last_reached: list[torch.nn.Parameter] = []  # by the newest backward pass that reached some
+        self.clearing_notices: list[str] = []
         self.raw: set[torch.nn.Parameter] = set()  # reached by a backward pass of the loop's own
         for parameters in optimizers:
             self.targets.append(self._target(parameters))
@@ -463,6 +470,7 @@ class PiecewiseParallel(Parallel):
             self.tensor.regroup(target)
         after.is_summed = before.is_summed
         after.updates = before.updates
+        after.updated = before.updated
         for sums in before.sums():
             sums.close()
         before.early.close()
@@ -500,6 +508,7 @@ class PiecewiseParallel(Parallel):
         self._note_reached()
         self._drop_early()
         self.foresight.note(False, 0)
+        self._look_for_uncleared()
         self._count_once()
         self.raw = {parameter for parameter in self.raw if parameter.grad is not None}
         loss = own.loss.reshape(())
@@ -588,14 +597,23 @@ class PiecewiseParallel(Parallel):
         calls = self._calls()
         try:
             loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-        except BaseException:
+        except BaseException as error:
             if self.parts is not None:
                 self.parts.forget()
+            if isinstance(error, RuntimeError) and _GRAPH_IS_GONE in str(error):
+                raise LossError(
+                    "job.backward needs a loss of which no backward pass was made yet",
+                    "what a backward pass of it needs was let go in one that came before",
+                    "call job.backward once for each loss, in place of loss.backward(); for a second pass through the "
+                    "same values write job.backward(loss, retain_graph=True) in the first, and .detach() what comes "
+                    "from an earlier step",
+                ) from error
             raise
         finally:
             reached = list(self.reached)
             self.reached.clear()
             self._end_early(calls)
+        self.last_reached = reached or self.last_reached
         self.gradient_hooks.note_backward(reached)
         if self.parts is not None:
             self.parts.close_backward()
@@ -616,6 +634,8 @@ class PiecewiseParallel(Parallel):
         self._note_reached()
         if self.parts is not None and take_lost_write():
             raise _lost_write()
+        if piece.target or len(self.targets) == 1:
+            self._check_not_cleared(self.targets[piece.target - 1])
         self.foresight.note(True, piece.target)
         targets = self.targets if not piece.target else [self.targets[piece.target - 1]]
         is_early = self._agree_on_early(piece, targets, is_stopping)
@@ -635,6 +655,13 @@ class PiecewiseParallel(Parallel):
 
     def begin_update(self, optimizer: torch.optim.Optimizer, target: int) -> None:
         """Let the optimizer update what this rank is to update; its gradients are sums."""
+        this = self.targets[target - 1]
+        this.updated += 1
+        if this.updated == 2 and this.is_uncleared:  # told once
+            self.clearing_notices.append(
+                "the second update has the gradients of the first too, which nothing has cleared: write "
+                "optimizer.zero_grad() before job.backward, unless the gradients of all steps are to add up"
+            )
         updates = self.targets[target - 1].updates
         if updates is not None:
             updates.begin()
@@ -671,7 +698,7 @@ class PiecewiseParallel(Parallel):
         """Return what the person should know of how the models run."""
         forwards = [] if self.tensor is None else self.tensor.forwards
         split = [notice for forward in forwards for notice in forward.split.notices]
-        return [*self.placed.notices, *split, *self.buffers.notices]
+        return [*self.placed.notices, *split, *self.buffers.notices, *self.clearing_notices]
 
     def held(self) -> dict[str, LocalShard]:
         """Return where the optimizers' state of each parameter is, if not on every rank, and parts of frozen models."""
@@ -903,6 +930,35 @@ class PiecewiseParallel(Parallel):
             known.noted = known.summed = None
             self.raw.add(parameter)
         self.reached.clear()
+
+    def _check_not_cleared(self, target: _Target) -> None:
+        """Raise UsageError if the first backward pass reached an optimizer's parameters, and all gradients are gone."""
+        if target.updated or target.is_summed or any(each.parameter.grad is not None for each in target.known):
+            return
+        reached = {id(parameter) for parameter in self.last_reached}
+        if not reached and len(self.targets) == 1:
+            raise UsageError(
+                "an optimizer's first update should have the gradients that job.backward has made",
+                "no backward pass has reached one of its parameters",
+                "compute the loss by calls of the models that paceline.prepare returned, and call job.backward(loss)",
+            )
+        if any(id(each.parameter) in reached for each in target.known):
+            raise UsageError(
+                "an optimizer's first update should have the gradients that job.backward has made",
+                "they were cleared after job.backward, so that nothing would be updated",
+                "call optimizer.zero_grad() before job.backward(loss), and optimizer.step() after it",
+            )
+
+    def _look_for_uncleared(self) -> None:
+        """Find out whether the loop clears gradients between the first update of an optimizer and the second."""
+        for target in self.targets:
+            if target.updated != 1:
+                continue
+            gradients = [each.parameter.grad for each in target.known]
+            if not all(gradient is not None and _values_of(local(gradient)).any() for gradient in gradients):
+                target.is_uncleared = False
+            elif any(each.summed is each.parameter.grad for each in target.known):  # else this step has added to them
+                target.is_uncleared = True
 
     def _check_left_out(self) -> None:
         if not self.is_doubtful:

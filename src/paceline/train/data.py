@@ -365,7 +365,15 @@ def collate_of(workload: Workload) -> Callable[[list[Any]], Any]:
 
 
 def _default_collate(samples: list[Any]) -> Any:
+    return collated(samples, "hand in collate=...")
+
+
+def collated(samples: list[Any], where: str) -> Any:
     """Make a batch as torch does, whose errors don't say what to do.
+
+    Args:
+        samples: of the batch.
+        where: what an error says of the place for another function.
 
     Raises:
         WorkloadError: the samples make no batch so.
@@ -376,7 +384,7 @@ def _default_collate(samples: list[Any]) -> Any:
         raise WorkloadError(
             "torch's default collate should make a batch of the samples",
             f"it can't: {str(error).splitlines()[0]:.200}",
-            "hand in collate=..., a function of a list of samples that pads them, say, and returns a batch",
+            f"{where}, a function of a list of samples that pads them, say, and returns a batch",
         ) from error
 
 

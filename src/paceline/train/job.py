@@ -39,7 +39,7 @@ from paceline.nouns.shard_spec import LocalShard
 from paceline.nouns.workload import Workload
 from paceline.parallel.apply import RankPlace
 from paceline.parallel.model_adapter import ModelAdapter
-from paceline.parallel.optimizer_parts import groups_of
+from paceline.parallel.optimizer_parts import groups_of, parts_of
 from paceline.train import after_failure, last_checkpoint, log, prepare, schedulers, snapshot
 from paceline.train import evaluate as evaluation
 from paceline.train.agree import FailedTogetherError, check_same_data_everywhere
@@ -59,7 +59,7 @@ from paceline.train.generate_job import generate_with, whole_model
 from paceline.train.kept import SETTINGS, KeptObjects
 from paceline.train.kept_values import encode
 from paceline.train.last_checkpoint import first_failure
-from paceline.train.load_weights import check_flags, read_weights
+from paceline.train.load_weights import OF_TORCH, check_flags, read_weights
 from paceline.train.memory_file import write_memory
 from paceline.train.paths import Paths, has_compiled
 from paceline.train.pictures import Pictures
@@ -202,6 +202,7 @@ class Job:
     best: Best | None = None  # of `save_best`
     closed_step: int | None
     is_closing: bool = False
+    scheduled: list[Any] | None = None  # how often the schedulers have stepped, as far as `step` knows
     has_taken: bool = False  # the loop has taken batches of the job
 
     def __init__(self, workload: Workload, plan: Plan, clock: Clock | None = None) -> None:
@@ -235,6 +236,7 @@ class Job:
             self.parallel.change_gradients = self.before_update
         # What the loop does after a step, by `schedule`, belongs to the step: its checkpoint is written after that.
         self.saves_late = bool(schedulers.by_metric(self.scheduler))
+        self._watch_updates()
         seed_everything(workload.seed, 1 + self.random_stream)  # dropout draws from here on
         if self.loader.notice:
             self.notice(self.loader.notice)
@@ -352,6 +354,7 @@ class Job:
             'step 100, loss 0.000'
         """
         self._check_may_step()
+        self._check_scheduled()
         # A rank that waits in `save` or `load` for this one sees on the board that it went on.
         self.board.begin_step()
         self._finish_step()
@@ -360,9 +363,10 @@ class Job:
         sent_before = self.ledger.total_bytes
         self.is_stepping = True
         is_own = not isinstance(batch, Batch)
+        if not is_own and 0 <= batch.positions.start < self.position and self.plan.strategy == "collectives":
+            self._tell(["job.step was handed a batch again: it is trained on once more, and the data does not go on"])
         if is_own:
             self._check_own_batch()
-        if is_own:
             tensors = moved(batch, self.device, self.workload.precision == "float64")
             batch = Batch([tensors], range(self.position, self.position))  # the position in the data order stays
         if self.before_update is not None:
@@ -381,6 +385,7 @@ class Job:
             raise error.at(rank=rank, step=self.step_number + 1) from error.__cause__
         self.first_step.step_taken(self)
         self.steps.end_step(batch)
+        self.scheduled = schedulers.counts_of(self.scheduler)
         self.last = StepRecord(
             self.step_number,
             self.position,
@@ -404,6 +409,39 @@ class Job:
         else:
             self._save_if_due(stats.is_stopping)
         return stats.mean
+
+    def backward(self, *arguments: Any, **named: Any) -> None:
+        """Raise UsageError: `step` runs the loss of the workload and its backward pass."""
+        raise UsageError(
+            "job.backward is a piece of a loop of your own, whose objects paceline.prepare is handed",
+            "paceline.distribute has made this job of a paceline.Workload",
+            "write job.step(batch), which calls the workload's loss, takes the backward pass and updates",
+        )
+
+    def _watch_updates(self) -> None:
+        """Refuse updates that the loop makes besides `step`: they would take the last step's gradients once more."""
+        this = weakref.ref(self)
+
+        def before(optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            job = this()
+            if job is not None and not job.is_stepping and job.closed_step is None:
+                raise UsageError(
+                    "job.step(batch) updates the model of a paceline.Workload",
+                    f"the loop calls {type(optimizer).__name__}.step() too",
+                    "leave it out; a loop that calls it itself hands its objects to paceline.prepare",
+                ).at(rank=job.rank, step=job.step_number)
+
+        for optimizer in parts_of(self.optimizer):
+            optimizer.register_step_pre_hook(before)
+
+    def _check_scheduled(self) -> None:
+        """Raise UsageError if the loop has stepped a scheduler that `step` steps."""
+        if self.scheduled not in (None, schedulers.counts_of(self.scheduler)):
+            raise UsageError(
+                "job.step(batch) steps the workload's schedulers after every update",
+                "the loop has stepped one too",
+                "leave scheduler.step() out; for one that steps by a metric write job.schedule(metric)",
+            ).at(rank=self.rank, step=self.step_number)
 
     def _write_step(self) -> None:
         """Write the record of the last step, and where its time went."""
@@ -702,6 +740,13 @@ class Job:
             weights = read_weights(path, model, strict, self.world, self.notice)
             snapshot.restore_model(self.model, weights, held)
             return
+        if path.is_file():
+            raise CheckpointError(
+                f"can't load a checkpoint from {path}",
+                "it is a file, and a checkpoint is a folder that job.save or the run has written",
+                "name that folder; for the weights of a file of safetensors write job.load(path, weights_only=True); "
+                f"{OF_TORCH}",
+            )
         # Each rank verifies some of the files; a damaged checkpoint is passed over by all of them.
         folder = find_good(path, self.notice, partial(check_files_together, comm=self.world))
         manifest = read_manifest(folder)
@@ -710,7 +755,7 @@ class Job:
         state = manifest["scheduler"]
         if self.scheduler is not None and state is not None:
             state = schedulers.checked_state(self.scheduler, state)  # refused before anything is changed
-        self.late = None
+        self.late = self.scheduled = None
         # From here on the job leaves its step, which must not be lost: it is written first, where no checkpoint has it.
         last_checkpoint.set_aside(self)
         tensors = snapshot.read_state(folder, manifest, self.model, self._held(), self.world)
@@ -1041,7 +1086,7 @@ class Job:
         self.is_closing = True
         is_saved = save and self.run_dir is not None
         if is_saved:
-            self._check_has_trained()
+            self.check_has_trained()
             self.board.meet(CLOSE, self.step_number)
         self.finish_last_step()
         if is_saved:
@@ -1082,8 +1127,12 @@ class Job:
     def _settle(self) -> None:
         """Do nothing: a step has ended when `step` returns."""
 
-    def _check_has_trained(self) -> None:
-        """Raise UsageError if the file has taken no step, and has neither gone on with a job nor done anything else."""
+    def check_has_trained(self, where: str = "its file made it, and has ended") -> None:
+        """Raise UsageError if the file has taken no step, and has neither gone on with a job nor done anything else.
+
+        Args:
+            where: what the job has come to.
+        """
         is_apart = self.plan.strategy == "servers"  # the other workers may have taken all
         if self.step_number != self.loaded_step or self.last is not None or is_apart or self._is_asked_to_stop():
             return
@@ -1097,7 +1146,7 @@ class Job:
         # A resumed loop may find that nothing is left once it has taken a batch.
         if not self.loaded_step or self.board.begun:
             raise UsageError(
-                "the job should train: its file made it, and has ended",
+                f"the job should train: {where}",
                 f"0 steps were taken: {found}",
                 "call job.step(batch) for every batch; in a loop of your own optimizer.step() after job.backward(loss)",
             ).at(rank=self.rank)
@@ -1417,11 +1466,15 @@ _newest_job: list[weakref.ref[Job]] = []
 _launched_job: list[Job] = []
 
 
-def check_is_first(run_dir: Path | None) -> None:
+def check_is_first(run_dir: Path | None, as_one: str = "put them into one module and add up their losses") -> None:
     """Raise UsageError when this process has a job in the run directory: a second would write over its checkpoints.
 
     Where there is no run directory, jobs share nothing, and there may be several. One that has ended still counts:
     `--resume` would load its checkpoints into the second, or those of the second into it.
+
+    Args:
+        run_dir: of the process.
+        as_one: how several models are one job.
     """
     _launched_job.clear()
     for job in _run_jobs:
@@ -1430,8 +1483,8 @@ def check_is_first(run_dir: Path | None) -> None:
                 "a second job was asked for in this process",
                 f"a run keeps the checkpoints of one job, and {run_dir} has those of the first (at step "
                 f"{job.step_number})",
-                "train each workload by a file and a `paceline run` of its own, or several models as one job: put them "
-                "into one module and add up their losses",
+                "train each workload by a file and a `paceline run` of its own, or several models as one job: "
+                f"{as_one}",
             )
 
 

@@ -22,6 +22,9 @@ from paceline.nouns import arguments
 from paceline.nouns.errors import CheckpointError, UsageError
 
 _WEIGHTS = "model.safetensors"
+OF_TORCH = (
+    "a file of torch.save is read before the job is made: model.load_state_dict(torch.load(path, weights_only=True))"
+)
 _NAMED = 5  # names that an error gives
 
 
@@ -87,7 +90,11 @@ def _find(path: Path, comm: AxisComm, notice: Callable[[str], None]) -> tuple[Pa
 def _entries_of(path: Path) -> dict[str, Any]:
     """Return the tensors of a safetensors file as a manifest has them, whole in this one file."""
     entries = {}
-    for key, form in TensorFile.open(path).forms().items():
+    try:
+        file = TensorFile.open(path)
+    except CheckpointError as error:
+        raise CheckpointError(error.asked, error.found, f"name a file of safetensors; {OF_TORCH}") from None
+    for key, form in file.forms().items():
         shape = list(form.shape)
         placed = {"file": path.name, "key": key, "placement": {"shape": shape, "cuts": []}}
         entries[MODEL + key] = {"shape": shape, "dtype": form.dtype, "hash": "", "parts": [placed]}

@@ -34,10 +34,10 @@ from paceline.comm.batch_norm import share_statistics, statistics_to_share
 from paceline.comm.step_times import BACKWARD as BACKWARD_TIME
 from paceline.comm.step_times import FORWARD, OPTIMIZER, OTHER, TIMES, Timed, timed_data
 from paceline.nouns import arguments
-from paceline.nouns.errors import LossError, PacelineError, UsageError
+from paceline.nouns.errors import LossError, PacelineError, UsageError, WorkloadError
 from paceline.nouns.loop_plan import check_plan_of_loop
 from paceline.nouns.mesh import CUTTING_AXES
-from paceline.nouns.parts import check_sinks
+from paceline.nouns.parts import check_sinks, shown
 from paceline.nouns.plan import Plan
 from paceline.nouns.record import StepRecord
 from paceline.nouns.sink import MakeSink
@@ -48,6 +48,7 @@ from paceline.parallel.optimizer_parts import contains, groups_of, parts_of
 from paceline.parallel.pieces import BACKWARD, END, REDUCE, OwnLoss, Piece, PiecewiseParallel
 from paceline.parallel.replicate.strategy import broadcast_state
 from paceline.train import prepare as preparing
+from paceline.train.agree import check_same_data_everywhere
 from paceline.train.assemble import Assembly
 from paceline.train.copy_weights import copy_weights
 from paceline.train.count_on import Counted
@@ -57,7 +58,7 @@ from paceline.train.device_batches import on_device
 from paceline.train.events import peak_memory_bytes
 from paceline.train.job import Job, check_is_first, newest
 from paceline.train.loop_alone import LoopAlone
-from paceline.train.loop_loader import CutLoader, Part, Place, load_pass
+from paceline.train.loop_loader import CutLoader, Part, Place, first_of, load_pass
 from paceline.train.loop_objects import LoopObjects, check_parameters, sort_objects, updated_by
 from paceline.train.loop_scaler import LoopScaler, factor_of
 from paceline.train.parallelize import Fake
@@ -132,10 +133,11 @@ def prepare(
     check_sinks(sinks)
     seed = arguments.whole_number("paceline.prepare", "seed", seed)
     shard_frozen = arguments.flag("paceline.prepare", "shard_frozen", shard_frozen)
+    run_dir = preparing.run_dir(os.environ)
+    check_is_first(run_dir, "hand all models and optimizers to one call of prepare; evaluate over loaders as they are")
     sorted_objects = dataclasses.replace(sort_objects(objects, whole, by_part), sinks=tuple(sinks))
     api.init()
     try:
-        check_is_first(preparing.run_dir(os.environ))
         plan = preparing.read_plan(os.environ, api.size())
         check_plan_of_loop(plan)
         job = LoopJob(sorted_objects, plan, seed, shard_frozen)
@@ -243,6 +245,7 @@ class LoopJob(Job):
         self.returned_to: Callable[[], None] | None = None
         self.grouped: dict[int, list[int]] = {}  # the identities of each optimizer's parameters
         self.parts: dict[str, torch.nn.Parameter] = {}  # parameters by name, where ranks have parts of them
+        self.as_handed_in: dict[torch.nn.Parameter, torch.dtype] | None = None
         self.cut: CutLoader | None = None
         if objects.loader is not None:
             self.cut = CutLoader(objects.loader, seed)
@@ -251,6 +254,9 @@ class LoopJob(Job):
         api.world().has_copies = self.mesh.size("tensor") > 1
         for module, is_training in modes:  # a teacher may be in evaluation mode
             module.training = is_training
+
+    def _watch_updates(self) -> None:
+        """Do nothing: the loop updates."""
 
     def _check_may_cut(self, placed: ModelAdapter) -> None:
         """Do nothing: the loop's losses are means, and weighted."""
@@ -294,6 +300,7 @@ class LoopJob(Job):
                 )
             # From now on: while a model runs, some of its names are those of gathered parameters.
             self.parts = dict(self.model.named_parameters())
+        self.as_handed_in = self._dtypes()
         self.parallel.split([updated_by(optimizer, self._named()) for optimizer in optimizers])
         if is_cut:
             self.parallel.update_in_parts(optimizers)
@@ -305,8 +312,26 @@ class LoopJob(Job):
         self.scheduler = self.objects.scheduler
         self.began_s = self.clock.now_s()
         self.sent_before = self.ledger.total_bytes
+        self._look_at_objects()
         super()._begin_run()
         self.paths.watch()
+
+    def _look_at_objects(self) -> None:
+        """Say what is likely to be a mistake: data by rank, batches below the ranks, schedulers that are not here."""
+        loader = self.objects.loader
+        if loader is not None and self.size > 1:
+            check_same_data_everywhere(*first_of(loader, self.seed), self.world, self.notice)
+        if loader is not None and loader.batch_size is not None and loader.batch_size < self.data_size:
+            self.notice(
+                f"batches of {loader.batch_size} leave {self.data_size - loader.batch_size} of {self.data_size} ranks "
+                "without samples; the loader's batch_size is that of all ranks together"
+            )
+        scheduled = [each for each in self.objects.optimizers if "initial_lr" in each.param_groups[0]]
+        if self.run_dir is not None and scheduled and not self.objects.schedulers:
+            self.notice(
+                f"no checkpoint will have the state of the scheduler of {type(scheduled[0]).__name__}, and a resumed "
+                "job would begin its schedule anew: hand it to paceline.prepare too"
+            )
 
     def models(self) -> list[torch.nn.Module]:
         """Return the models that `paceline.prepare` was handed."""
@@ -315,6 +340,30 @@ class LoopJob(Job):
     def _named(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters of the models, as this rank has them, by name."""
         return self.parts or dict(self.model.named_parameters())
+
+    def _dtypes(self) -> dict[torch.nn.Parameter, torch.dtype]:
+        return {parameter: parameter.dtype for parameter in self._named().values()}
+
+    def _check_as_handed_in(self) -> None:
+        """Raise WorkloadError where a model was changed between `prepare` and the first step."""
+        before, self.as_handed_in = self.as_handed_in, None
+        if before is None:
+            return
+        updated = {
+            parameter for each in self.objects.optimizers for parameter in updated_by(each, self._named()).values()
+        }
+        for name, parameter in self._named().items():
+            found = ""
+            if before.get(parameter, parameter.dtype) != parameter.dtype:
+                found = f"{name} is of {parameter.dtype} now, and was of {before[parameter]}"
+            elif parameter not in before and parameter.requires_grad and parameter not in updated:
+                found = f"{name} is another parameter now, which no optimizer updates and each rank has by itself"
+            if found and self.mesh.size("tensor") == 1:  # there the first call of a model has made pieces of it
+                raise WorkloadError(
+                    "the models should be as they were handed to paceline.prepare",
+                    found,
+                    "convert models, and replace their layers, before the optimizer is made",
+                ).at(rank=self.rank, step=self.step_number + 1)
 
     def _watch(self, optimizer: torch.optim.Optimizer, number: int) -> None:
         """Sum gradients before each of the optimizer's updates."""
@@ -417,6 +466,11 @@ class LoopJob(Job):
         finally:
             cut.epoch = None
 
+    def check_has_updated(self) -> None:
+        """Raise UsageError if the loop has gone over the data without an update, and begins again."""
+        if self.cut is not None and self.cut.has_ended and self.last is None and not self.is_updated:
+            self.check_has_trained("its loop has gone over the data once")
+
     @property
     def part(self) -> Part | None:
         """Return the batch that the loop has taken last; None at the end of a pass."""
@@ -473,8 +527,9 @@ class LoopJob(Job):
             >>> job.backward(loss, weight=(labels != -100).sum())
             >>> optimizer.step()
         """
-        _check_loss(loss)
-        _check_share(share)
+        with self._located():
+            _check_loss(loss)
+            _check_share(share)
         retain_graph = arguments.flag("job.backward", "retain_graph", retain_graph)
         factor = factor_of(loss)
         found = self.taken.of_loss(loss, self._may_follow())
@@ -563,7 +618,7 @@ class LoopJob(Job):
         """
         if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm > 0:
             raise UsageError(
-                "job.clip needs the largest norm, a number above 0", f"it is {max_norm!r}", "write job.clip(1.0)"
+                "job.clip needs the largest norm, a number above 0", f"it is {shown(max_norm)}", "write job.clip(1.0)"
             )
         target = self._target(optimizer)
         self._check_unscaled(target, "job.clip")
@@ -961,6 +1016,7 @@ class LoopJob(Job):
 
     def _begin_piece(self, found: Found) -> None:
         self._check_may_step()
+        self._check_as_handed_in()
         if not found.batches or (self.is_updated and found.is_fresh):
             # Without a loader, and in a loop that has taken the next batch before, the backward pass begins a step.
             self.end_step(goes_on=True)
@@ -1124,6 +1180,7 @@ class LoopLoader:
             self.job.end_step()
         self._check_is_one_pass()
         self.cut.check_trained()
+        self.job.check_has_updated()
         if not self.cut.begin_pass():
             if self.cut.begun == 1:  # said once, of all passes
                 passes = "1 pass" if self.cut.number == 1 else f"{self.cut.number} passes"
@@ -1160,6 +1217,7 @@ class LoopLoader:
                     "it asks an earlier iterator for a batch, after another was begun, or job.load went elsewhere",
                     "leave the `for` after job.load, and call iter(loader) once for each pass",
                 ).at(rank=self.job.rank)
+        self.cut.check_has_batches(self.job.notice)
         self.cut.end_pass()
         self.job.take(None)
         if is_own:

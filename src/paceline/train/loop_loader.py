@@ -28,12 +28,15 @@ from torch.utils.data import (
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    default_collate,
     get_worker_info,
 )
 from torch.utils.data.distributed import DistributedSampler
 
 from paceline.nouns.errors import CheckpointError, UsageError, WorkloadError
 from paceline.nouns.order import mix, share
+from paceline.nouns.parts import MAKE_ANEW, read_once
+from paceline.train.data import collated
 from paceline.train.data_workers import AtHand, ends_with_rank
 from paceline.train.seed import cpu_random_state, kept_random_state, seed_sample, set_cpu_random_state
 
@@ -84,6 +87,18 @@ def check_loader(loader: DataLoader[Any]) -> None:
             "the loader has a DistributedSampler, which gives it a part of the samples already",
             "leave the sampler out and write shuffle=True; batch_size is that of all ranks together",
         )
+    if isinstance(loader.dataset, IterableDataset) and (iterator := read_once(loader.dataset)):
+        raise WorkloadError(
+            "the loader's data set should be one that can be iterated over in each pass, and on each rank",
+            f"its __iter__ returns one {iterator} again and again, which can be read once",
+            MAKE_ANEW,
+        )
+    if type(loader.sampler) is SequentialSampler and not hasattr(loader.dataset, "__len__"):
+        raise WorkloadError(
+            "the loader's data set should have len() and [], or be an IterableDataset",
+            f"{type(loader.dataset).__name__} has no __len__",
+            "add def __len__(self): ... that returns the number of samples",
+        )
     if loader.batch_size is None and loader.batch_sampler is None:
         raise WorkloadError(
             "paceline.prepare gives each rank its part of the loader's batches",
@@ -91,6 +106,18 @@ def check_loader(loader: DataLoader[Any]) -> None:
             "let the data set give samples and the loader make batches, with batch_size and collate_fn; or make each "
             "rank's batch in the loop, leave the loader out, and hand job.backward the number of samples",
         )
+
+
+def first_of(loader: DataLoader[Any], seed: int) -> tuple[int, Any]:
+    """Return how many samples a loader's data set has, and the first; 0 and None where it has no samples by number."""
+    data: Any = loader.dataset
+    if isinstance(data, IterableDataset):
+        return 0, None
+    try:
+        with kept_random_state():
+            return len(data), _Seeded(data, Place(0, 1, seed, 0))[0, 0, 0]
+    except Exception:  # it has other keys, say; a sample that fails says so when the loop takes it
+        return 0, None
 
 
 class CutLoader:
@@ -107,6 +134,7 @@ class CutLoader:
         passes: of the whole training; None where only the loop knows.
         limit: batches of each pass that are taken; None: all.
         is_idle: the pass has given batches, and none of them was trained on.
+        has_ended: a pass has come to its end.
         epoch: the number that `job.epochs` yielded last; None outside of its loop.
         jumps: counts what makes earlier iterators useless.
         opened_at: pass and batch at which the newest pass was begun.
@@ -123,6 +151,7 @@ class CutLoader:
         self.replayed = 0  # passes for which the sampler was asked
         self.is_open = False
         self.is_idle = False
+        self.has_ended = False
         self.epoch: int | None = None
         self.jumps = 0
         self.opened_at = (0, 0)
@@ -155,6 +184,23 @@ class CutLoader:
                 "the loop took batches of the last pass, and job.backward was not called",
                 "evaluate, and look at single batches, by a DataLoader of its own that paceline.prepare is not handed",
             )
+
+    def check_has_batches(self, notice: Callable[[str], None]) -> None:
+        """Raise WorkloadError if the first pass has come to its end without a batch; say so of a later one."""
+        self.has_ended = True
+        if self.batch:  # of a pass that a resumed job ends, those before the checkpoint too
+            return
+        if self.number:
+            notice(
+                f"pass {self.number + 1} over the data had no batch, so nothing is trained in it; if the data set can "
+                "be iterated over once, make what it iterates over anew in __iter__"
+            )
+            return
+        sampler: Any = self.loader.batch_sampler
+        fix = "see why the data set, or the sampler, has no samples: the path, the filter that made it"
+        if getattr(sampler, "drop_last", False):
+            fix = f"lower the loader's batch_size of {sampler.batch_size}, or leave out drop_last=True; or {fix}"
+        raise WorkloadError("the loader should give batches to train on", "the first pass over it had none", fix)
 
     def begin_pass(self) -> bool:
         """Begin a pass; return False if it is one that was made before the job resumed."""
@@ -279,7 +325,8 @@ def _load_items(loader: DataLoader[Any], place: Place, skip: int, limit: int | N
     data: Any = _Seeded(loader.dataset, place)
     if hasattr(loader.dataset, "__getitems__"):
         data = _SeededBatches(loader.dataset, place)
-    batches = iter(_like(loader, data, place, batch_sampler=_Once(own_indices), collate_fn=loader.collate_fn))
+    collate = _collate_of(loader)
+    batches = iter(_like(loader, data, place, batch_sampler=_Once(own_indices), collate_fn=collate))
     # When a part is taken, the sampler is asked for one more. A sampler of the user's may look at what the steps do.
     if _is_fixed(loader):
         at_hand.of(batches)
@@ -289,6 +336,15 @@ def _load_items(loader: DataLoader[Any], place: Place, skip: int, limit: int | N
         except StopIteration:
             return
         yield Part(batch, *asked.popleft())
+
+
+def _collate_of(loader: DataLoader[Any]) -> Callable[[Any], Any]:
+    """Return what makes batches; in place of torch's default one whose errors say what to do."""
+    return loader.collate_fn if loader.collate_fn is not default_collate else _default_collate
+
+
+def _default_collate(samples: list[Any]) -> Any:
+    return collated(samples, "hand the DataLoader collate_fn=...")
 
 
 def _is_fixed(loader: DataLoader[Any]) -> bool:
@@ -303,7 +359,7 @@ def _is_fixed(loader: DataLoader[Any]) -> bool:
 
 def _load_stream(loader: DataLoader[Any], place: Place, skip: int, at_hand: AtHand) -> Iterator[Part]:
     """Load from an iterable data set."""
-    collate = _CollatePart(loader.collate_fn, place)
+    collate = _CollatePart(_collate_of(loader), place)
     options = {"batch_size": loader.batch_size, "drop_last": loader.drop_last, "collate_fn": collate}
     stream = _like(loader, loader.dataset, place, **options)
     # Worker processes have random numbers of their own, from the loader's generator.

@@ -17,8 +17,10 @@ from paceline.nouns.sink import MakeSink
 from paceline.nouns.workload import Workload
 from paceline.parallel.optimizer_parts import groups_of
 from paceline.train.loop_loader import check_loader
+from paceline.train.schedulers import check_optimizer
 
 _EVALUATED = 64  # samples of a batch, where no loader says how many
+_WRAPPERS = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
 _CALL = "paceline.prepare takes modules, optimizers, at most one DataLoader, schedulers and a GradScaler"
 
 
@@ -231,6 +233,17 @@ def sort_objects(
         )
     for each in loaders:
         check_loader(each)
+    for model in models:
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if tensor.is_meta:
+                raise WorkloadError(
+                    "the models that paceline.prepare is handed should have values",
+                    f"{name} is on the meta device, without values",
+                    "make the model on the CPU, or write model.to_empty(device='cpu') and load or reset its values",
+                )
+    for each in schedulers:
+        fix = "make the scheduler of the optimizer that is handed in, after it"
+        check_optimizer(each, optimizers, "schedulers", "optimizers that paceline.prepare was handed", fix)
     check_parameters([parameter for model in models for parameter in model.parameters()], optimizers)
     loader = loaders[0] if loaders else None
     kept_whole = _known_models("whole", whole, models)
@@ -262,6 +275,12 @@ def _kind_of(number: int, value: Any) -> str:
                     "LBFGS evaluates the loss several times in a step",
                     "use a first-order optimizer such as AdamW",
                 )
+            if isinstance(value, _WRAPPERS):
+                raise WorkloadError(
+                    _CALL,
+                    f"object {number} is a {type(value).__name__}, which splits batches or sums gradients itself",
+                    f"leave {type(value).__name__} and torch.distributed.init_process_group out, and hand in the model",
+                )
             return name
     is_object = not inspect.isclass(value)
     if isinstance(value, torch.amp.GradScaler):
@@ -274,6 +293,8 @@ def _kind_of(number: int, value: Any) -> str:
 def _advice(value: Any) -> str:
     if inspect.isclass(value):
         return f"hand in an object, such as {value.__name__}(...), in place of the class"
+    if inspect.isgenerator(value):
+        return "hand in the model itself, in place of model.parameters()"
     is_list = hasattr(value, "__getitem__") and hasattr(value, "__len__") and not isinstance(value, str | bytes | dict)
     if isinstance(value, torch.utils.data.Dataset) or is_list:
         return "hand in a loader: torch.utils.data.DataLoader(data, batch_size=64, shuffle=True)"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from paceline.train.alike import load_scheduler, scheduler_state
 
 _KEY = "schedulers"  # of the states of a list
 _ASKED = "the workload's scheduler should make a learning-rate scheduler, or a list of them"
+_MADE_FROM = "make it from what the function is handed: scheduler=lambda optimizer: StepLR(optimizer, 10)"
 # What `step` of other libraries' schedulers is handed: not a metric, but a count that the loop keeps.
 _COUNTS = ("epoch", "epochs", "step", "steps", "iteration", "num_updates", "num_steps", "t", "t_cur")
 
@@ -46,7 +47,7 @@ def make_schedulers(workload: Workload, optimizer: torch.optim.Optimizer) -> Any
         if contains(members[:number], scheduler):
             raise WorkloadError(_ASKED, f"number {number} of the list is there twice", "return each once")
         _check_wants(scheduler)
-        _check_optimizer(scheduler, optimizer)
+        check_optimizer(scheduler, [optimizer], "workload's scheduler", "workload's optimizer", _MADE_FROM)
     return made
 
 
@@ -71,14 +72,22 @@ def _check_wants(scheduler: Any) -> None:
         )
 
 
-def _check_optimizer(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Raise WorkloadError where a scheduler of torch's changes the rates of another optimizer."""
+def check_optimizer(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer], this: str, of: str, fix: str) -> None:
+    """Raise WorkloadError where a scheduler of torch's changes the rates of another optimizer.
+
+    Args:
+        scheduler: what to look at.
+        optimizers: those that it may be of.
+        this, of: how an error calls the scheduler and the optimizers.
+        fix: what to do.
+    """
     own = getattr(scheduler, "optimizer", None)
-    if isinstance(own, torch.optim.Optimizer) and not contains(parts_of(optimizer), own):
+    parts = [part for optimizer in optimizers for part in parts_of(optimizer)]
+    if isinstance(own, torch.optim.Optimizer) and not contains(parts, own):
         raise WorkloadError(
-            "the workload's scheduler should change the rates of the workload's optimizer",
+            f"the {this} should change the rates of the {of}",
             f"{type(scheduler).__name__} has another {type(own).__name__}",
-            "make it from what the function is handed: scheduler=lambda optimizer: StepLR(optimizer, 10)",
+            fix,
         )
 
 
@@ -114,6 +123,11 @@ def check_servers_can_schedule(scheduler: Any) -> None:
             "rates would differ",
             "write replicate, shard, tensor or pipeline in place of server, or take a schedule by steps",
         )
+
+
+def counts_of(scheduler: Any) -> list[Any]:
+    """Return how often those that step after every update have stepped, where they say it."""
+    return [getattr(each, "last_epoch", None) for each in all_of(scheduler) if not required_arguments(each.step)]
 
 
 def step_all(scheduler: Any) -> None:
