@@ -20,11 +20,11 @@ from paceline.nouns.parts import shown
 from paceline.nouns.sink import CLOSE_S, MakeSink, Sink
 
 QUEUE_EVENTS = 1000  # that a sink may lag behind; about 1 KiB each
-OPEN_S = 1.0  # that the first step waits for sinks which themselves wait
-OPEN_MOST_S = 30.0  # for those that import or compute: a cold file system, a busy machine
-CLOSE_MOST_S = 5.0  # the same at the end, in place of CLOSE_S
-_AT_WORK = 0.1  # of the time, from which on a thread computes more than it waits for an answer
+OPEN_S = 1.0  # that the first step waits while a sink waits
+OPEN_MOST_S = 30.0  # in all, while one imports or computes: a cold file system, a busy machine
+CLOSE_MOST_S = 5.0  # the same at the end; CLOSE_S while it waits
 SLOW_S = 10.0  # of one call, until people are told
+_LOOK_S = 0.05  # between two looks at what a sink does
 RETRY_S = 10.0  # between two tries to make a sink
 
 Event = Mapping[str, Any]
@@ -55,7 +55,7 @@ class SinkThread:
         self.told: set[str] = set()  # kinds of trouble
         self.offered = 0
         self.taken = 0
-        self.work_before = (0, 0.0)  # events that it had taken, and seconds
+        self.computed_before_s = 0.0
         self.call = "making it"
         self.called_s: float | None = time.monotonic()  # None: between two calls
         # daemon: a sink that hangs must not keep the process alive.
@@ -99,15 +99,13 @@ class SinkThread:
         """Say that the first step does not wait for the sink."""
         self._tell("late", f"has not been made within {OPEN_S:g} s; up to {QUEUE_EVENTS} events wait for it")
 
-    def has_worked(self, span_s: float) -> bool:
-        """True if since the last call, `span_s` before, the thread was at work: it did not just wait for an answer.
+    def worked_s(self, span_s: float) -> float:
+        """Return for how long the thread was at work since the last call, `span_s` before; else it waits for an answer.
 
-        What it imports is work: it says whether a package is there, and no process may be forked meanwhile.
+        To import is to work: it says whether a package is there, and no process may be forked meanwhile.
         """
-        taken, computed_s = self.taken, self._computed_s()
-        taken_before, computed_before_s = self.work_before
-        self.work_before = taken, computed_s
-        return taken > taken_before or computed_s - computed_before_s > _AT_WORK * span_s or self._is_importing()
+        before_s, self.computed_before_s = self.computed_before_s, self._computed_s()
+        return span_s if self._is_importing() else self.computed_before_s - before_s
 
     def _computed_s(self) -> float:
         """Return the seconds that the thread was on a processor or waited for one; 0 where the system does not say."""
@@ -220,23 +218,26 @@ def close_sinks(sinks: Sequence[SinkThread]) -> None:
 
 
 def _await(
-    sinks: Sequence[SinkThread], done_of: Callable[[SinkThread], threading.Event], each_s: float, most_s: float
+    sinks: Sequence[SinkThread], done_of: Callable[[SinkThread], threading.Event], idle_s: float, most_s: float
 ) -> list[SinkThread]:
-    """Wait for sinks for `each_s`, and again for those that were at work meanwhile. Return those that are not done."""
-    until_s = time.monotonic() + most_s
-    waiting = list(sinks)
+    """Wait for sinks: for each until it has been idle for `idle_s`, and for `most_s` at most. Return those not done."""
+    looked_s = time.monotonic()
+    until_s = looked_s + most_s
+    waiting = dict.fromkeys(sinks, 0.0)  # and for how long it has been idle
     late = []
+    for sink in sinks:
+        sink.worked_s(0.0)  # from here on
     while waiting:
-        span_s = max(0.0, min(each_s, until_s - time.monotonic()))
-        end_s = time.monotonic() + span_s
-        for sink in waiting:
-            sink.has_worked(span_s)  # from here on
-        for sink in waiting:
-            done_of(sink).wait(max(0.0, end_s - time.monotonic()))
-        left = [sink for sink in waiting if not done_of(sink).is_set()]
-        has_time = time.monotonic() < until_s
-        waiting = [sink for sink in left if has_time and sink.has_worked(span_s)]
-        late += [sink for sink in left if sink not in waiting]
+        done_of(next(iter(waiting))).wait(_LOOK_S)
+        now_s = time.monotonic()
+        span_s, looked_s = now_s - looked_s, now_s
+        for sink in [*waiting]:
+            waiting[sink] += span_s - sink.worked_s(span_s)
+            if done_of(sink).is_set():
+                del waiting[sink]
+            elif waiting[sink] >= idle_s or now_s >= until_s:
+                del waiting[sink]
+                late.append(sink)
     return late
 
 
