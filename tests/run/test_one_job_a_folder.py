@@ -9,7 +9,7 @@ import signal
 import psutil
 import pytest
 
-from paceline.checkpoint.owner import RECORD, take
+from paceline.checkpoint.owner import LOCK, RECORD, _keepers, take
 
 from support.jobs import (
     STEPS,
@@ -42,6 +42,7 @@ def steps(folder):
 
 def test_a_resume_beside_the_job_is_refused_and_changes_nothing(tmp_path):
     file, job = begun(tmp_path)
+    assert {job.pid, *rank_pids(job)} <= set(_keepers(tmp_path / "runs" / "a" / LOCK))
     for words in (("--resume",), ("--resume-or-start",), ()):
         other = start(tmp_path, "run", "-n", "2", "--job", "a", *words, file)
         _, told = other.communicate(timeout=BEGUN_S)
