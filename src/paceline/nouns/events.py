@@ -34,11 +34,11 @@ _FORMS: dict[str, dict[str, Form]] = {
     # Of parameter servers.
     "servers_started": {"mode": str},
     "coordinator_back": {"mode": str},
-    "waiting": {"worker": COUNT, "step": COUNT, "silent_s": float, "is_connected": bool},
-    "back": {"worker": COUNT, "waited_s": float},
+    "waiting": {"worker": COUNT, "step": COUNT, "silent_s": NUMBER, "is_connected": bool},
+    "back": {"worker": COUNT, "waited_s": NUMBER},
     "left_out": {"worker": COUNT},
     "joined_again": {"worker": COUNT},
-    "given_up": {"pid": COUNT, "silent_s": float, "worker?": COUNT, "rank?": COUNT},
+    "given_up": {"pid": COUNT, "silent_s": NUMBER, "worker?": COUNT, "rank?": COUNT},
     "notice": {"text": str},
     "servers_ended": {"counted": (COUNT, None), "gradients": COUNT},
 }  # fmt: skip
