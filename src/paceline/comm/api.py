@@ -423,7 +423,7 @@ def broadcast(tensor: torch.Tensor, root: int = 0, *, grad: bool = False) -> tor
         0.25
     """
     tensor = _checked("broadcast", tensor, grad)
-    root = arguments.whole_number("paceline.broadcast", "root", root)
+    root = arguments.whole_number("broadcast", "root", root)
     if root >= size():
         raise UsageError(f"can't broadcast from rank {root}", f"the ranks are 0 to {size() - 1}", "name one of them")
     if grad:
@@ -519,7 +519,7 @@ def all_to_all(
     else:
         if isinstance(splits, str) or not isinstance(splits, Iterable):
             splits = [splits]  # the first that is no count
-        counts = [arguments.whole_number("paceline.all_to_all", "splits", each) for each in splits]
+        counts = [arguments.whole_number("all_to_all", "splits", each) for each in splits]
         is_valid = len(counts) == size() and sum(counts) == rows and min(counts) >= 0
     if not is_valid:
         raise UsageError(
@@ -583,7 +583,7 @@ def _checked(collective: str, tensor: Any, grad: Any) -> torch.Tensor:
     Raises:
         UsageError: it is none.
     """
-    arguments.flag(f"paceline.{collective}", "grad", grad)
+    arguments.flag(collective, "grad", grad)
     asked = f"{collective} takes a dense tensor"
     if not isinstance(tensor, torch.Tensor):
         raise UsageError(asked, f"it is {shown(tensor)}", "write torch.tensor(...) around it")

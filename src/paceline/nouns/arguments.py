@@ -15,7 +15,7 @@ def whole_number(call: str, name: str, value: Any, least: int = 0) -> int:
     """Return a whole number, numpy's and torch's as Python's.
 
     Args:
-        call: the function that was called.
+        call: the function that was called, such as `job.save`; without a dot one of `paceline`.
         name: of its argument.
         value: what was handed in.
         least: the smallest that there can be.
@@ -74,4 +74,5 @@ def function(call: str, name: str, value: Any, example: str) -> None:
 
 
 def _wrong(call: str, name: str, value: Any, wanted: str, fix: str) -> UsageError:
+    call = call if "." in call else f"paceline.{call}"
     return UsageError(f"{name} of {call} should be {wanted}", f"it is {shown(value)}", fix)

@@ -30,7 +30,7 @@ from paceline.run.supervise.job import run_job
 from paceline.run.supervise.progress import Progress, Screen
 from paceline.run.supervise.supervisor import GRACE_S, Ending, JobRequest, private_folder
 
-_CALL = "paceline.launch"
+_CALL = "launch"
 _CELL = re.compile(r'File "([^"]+)"')  # in a traceback
 
 

@@ -46,7 +46,7 @@ class TensorBoard:
                 "the package tensorboard is not installed",
                 "pip install 'paceline[tensorboard]', or leave paceline.TensorBoard out of the workload's sinks",
             ) from None
-        self.run_dir = None if run_dir is None else arguments.path("paceline.TensorBoard", "run_dir", run_dir)
+        self.run_dir = None if run_dir is None else arguments.path("TensorBoard", "run_dir", run_dir)
         self.folder = Path("tensorboard", time.strftime("%Y%m%d-%H%M%S"))
         if self.run_dir is not None:
             self.folder = self.run_dir / "tensorboard"

@@ -131,8 +131,8 @@ def prepare(
         0.000
     """
     check_sinks(sinks)
-    seed = arguments.whole_number("paceline.prepare", "seed", seed)
-    shard_frozen = arguments.flag("paceline.prepare", "shard_frozen", shard_frozen)
+    seed = arguments.whole_number("prepare", "seed", seed)
+    shard_frozen = arguments.flag("prepare", "shard_frozen", shard_frozen)
     run_dir = preparing.run_dir(os.environ)
     check_is_first(run_dir, "hand all models and optimizers to one call of prepare; evaluate over loaders as they are")
     sorted_objects = dataclasses.replace(sort_objects(objects, whole, by_part), sinks=tuple(sinks))
