@@ -73,7 +73,7 @@ def test_a_module_is_found_without_importing_its_package(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("pkg.trian", "did you mean 'train'"),
+        ("pkg.trainn", "did you mean 'train'"),
         ("nowhere.train", "no nowhere is in this folder"),
         ("pkg", "it is a package, and has no __main__"),
         ("pkg.train.more", "pkg.train has no more"),

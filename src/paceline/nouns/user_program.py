@@ -46,6 +46,8 @@ class UserProgram:
         """Set `sys.argv` and `sys.path` as Python sets them for it."""
         sys.argv = [self.script, *arguments]
         sys.path.insert(0, str(self.root))
+        if self.module and (here := os.getcwd()) != sys.path[0]:
+            sys.path.insert(0, here)  # `python -m` begins its search there, also for a module from elsewhere
 
     def run(self, name: str = "__main__") -> dict[str, Any]:
         """Run it, and return its names.
