@@ -104,8 +104,9 @@ function rangeOf(name, curves) {
   const low = values.reduce((one, other) => Math.min(one, other), Infinity);
   const high = values.reduce((one, other) => Math.max(one, other), -Infinity);
   const around = Math.abs(low) / 2 || 1;
-  if (low === high) return { autorange: false, range: [low - around, low + around] };
-  return { autorange: true, rangemode: FROM_ZERO.includes(name) ? "tozero" : "normal" };
+  const isFromZero = FROM_ZERO.includes(name);
+  if (low === high) return { autorange: false, range: [isFromZero ? 0 : low - around, low + around] };
+  return { autorange: true, rangemode: isFromZero ? "tozero" : "normal" };
 }
 
 // On a logarithm the values have no place that are 0 or less.
