@@ -111,7 +111,8 @@ class Template:
             others: of `subprocess.Popen`, which are so anyhow.
         """
         targets = [1, 2, *pass_fds]
-        message = {"module": command[2], "arguments": list(command[3:]), "env": dict(env), "targets": targets}
+        at = command.index("-m") + 1
+        message = {"module": command[at], "arguments": list(command[at + 1 :]), "env": dict(env), "targets": targets}
         text = json.dumps({**message, "parent": os.getpid()}).encode()
         socket.send_fds(self.control, [LENGTH.pack(len(text))], [stdout, stderr, *pass_fds])
         self.control.sendall(text)
