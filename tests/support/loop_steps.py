@@ -22,6 +22,7 @@ from paceline.comm.ledger import Ledger
 from paceline.comm.reducer import SharedMemoryReducer
 from paceline.nouns.patching import patched
 from paceline.nouns.plan import Plan
+from paceline.nouns.user_program import UserProgram
 from paceline.parallel.observer import StepObserver
 from paceline.parallel.optimizer_parts import parts_of
 from paceline.profile.profile_loop import profile_loop
@@ -45,7 +46,7 @@ def taken(file, line, steps):
 
 def _predict(_, file, line, rank, device):
     sys.argv = [file]
-    return profile_loop(file, Plan.parse(line), rank, device)
+    return profile_loop(UserProgram(file), Plan.parse(line), rank, device)
 
 
 class _Enough(BaseException):

@@ -590,7 +590,7 @@ MISTAKES = [
     (backward_twice, LossError, "let go in one that came before", "in place of loss.backward()"),
     (converted, WorkloadError, "0.weight is of torch.float32 now, and was of torch.float64", "before the optimizer"),
     (clipped_as_by_torch, UsageError, "it is <generator", "job.clip(1.0)"),
-    (logged_as_by_others, UsageError, "it is handed tensor(1.)", "job.log(loss=loss)"),
+    (logged_as_by_others, UsageError, "it is tensor(1.)", "write job.log(accuracy=0.9)"),
     (load_of_a_file, CheckpointError, "it is a file", "torch.load(path, weights_only=True)"),
     (raw_backward, UsageError, "made or changed by something else than job.backward", "write job.backward(loss)"),
     (raw_after_ours, UsageError, "made or changed by something else", "in place of loss.backward()"),
@@ -1020,7 +1020,7 @@ def uses_another_model(job, model, optimizer, loader):
 SHORT = {"batch_size": 9, "drop_last": True}
 LOOPS_AT_FAULT = [
     (never_updates, {}, "no optimizer stepped", "optimizer.step() after job.backward(loss)"),
-    (counts_by_a_text, {}, "it is '3' of type str", "job.epochs(3)"),
+    (counts_by_a_text, {}, "it is '3' of type str", "write count=3"),
     (other_layer, {}, "2.weight is another parameter now", "before the optimizer is made"),
     (uses_another_model, {}, "no backward pass has reached", "of the models that paceline.prepare returned"),
     (trains, SHORT, "the first pass over it had none", "leave out drop_last=True"),

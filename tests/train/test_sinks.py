@@ -362,7 +362,7 @@ def test_sinks_are_closed_where_the_file_of_events_cant_be_opened(tmp_path):
     code += f"sinks=open_sinks([lambda run_dir: {sink}()], None))"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout == "closed\n"
-    assert done.stderr.rstrip().endswith("No such file or directory: 'none/events.jsonl'")
+    assert "the job should write its events to none/events.jsonl" in done.stderr
 
 
 @pytest.mark.slow

@@ -467,8 +467,10 @@ class LoopJob(Job):
             cut.epoch = None
 
     def check_has_updated(self) -> None:
-        """Raise UsageError if the loop has gone over the data without an update, and begins again."""
-        if self.cut is not None and self.cut.has_ended and self.last is None and not self.is_updated:
+        """Raise UsageError if the loop has gone over all of the data without an update, and begins again."""
+        if self.cut is None or not self.cut.has_ended or self.cut.opened_at[1]:  # of a resumed pass a rest was left
+            return
+        if self.last is None and not self.is_updated:
             self.check_has_trained("its loop has gone over the data once")
 
     @property
