@@ -21,6 +21,7 @@ from paceline.sinks.numbers import numbers_of
 from paceline.train import log
 from paceline.train.job import Job
 from paceline.train.pictures import Pictures
+from paceline.train.sinks import open_sinks
 
 from support.jobs import LOOP, STEPS, events, write_workload
 from support.jobs import paceline as command
@@ -188,7 +189,8 @@ def test_a_full_disk_leaves_a_picture_out_and_ends_nothing(tmp_path, monkeypatch
         raise OSError(28, "No space left on device")
 
     job = job_of()
-    job.events.sinks = [type("Sink", (), {"put": lambda self, event: None, "end": bool, "wait": lambda *_: None})()]
+    ignoring = type("Ignoring", (), {"write": lambda self, event: None, "close": lambda self: None})
+    job.events.sinks = open_sinks([lambda run_dir: ignoring()], None)
     monkeypatch.setattr("os.replace", full)
     job.log_picture("it", torch.rand(3, 4))
     assert "the picture 'it' of step 0 can't be written (No space left on device)" in capsys.readouterr().out
