@@ -218,7 +218,7 @@ def load_only(rank, folder, options):
     [
         ({"width": 9}, "0.weight has the shape (8, 4) in it and (9, 4) in the model"),
         ({"tied": True}, "4.weight of shape (4, 4) is not in it"),
-        ({"optimizer": torch.optim.SGD}, "the workload's is a SGD"),
+        ({"optimizer": torch.optim.SGD}, "this one is SGD"),
         ({"seed": 3}, "saved with seed=0, the workload has seed=3"),
     ],
 )

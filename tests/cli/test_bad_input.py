@@ -130,7 +130,7 @@ WITHOUT_A_COMMAND = {
     "a file for a target": (["submit", "tiny.py"], "can't send a job to 'tiny.py'", "write `paceline submit slurm tiny.py`, or kubernetes for slurm"),
     "a target in short": (["submit", "k8s", "tiny.py"], "can't send a job to 'k8s'", "did you mean 'kubernetes'"),
     "a target by its command": (["submit", "sbatch", "tiny.py"], "can't send a job to 'sbatch'", "did you mean 'slurm'"),
-    "an example without the verb": (["examples", "classifier"], "can't read the arguments", "write `paceline examples copy classifier`"),
+    "an example without the verb": (["examples", "classifier"], "can't read the arguments", "write `paceline examples copy ...`"),
     "a misspelt verb of a command": (["runs", "shw"], "can't read the arguments", "did you mean 'show'"),
     "an export by the run's name": (["export", "a", "out"], "can't read the checkpoint a", "a run by its folder: runs/JOB"),
     "no target that there is": (["submit", "pbs", "tiny.py"], "can't send a job to 'pbs'", "write one of these"),

@@ -270,7 +270,7 @@ def parsers():
 
 def test_run_has_few_flags():
     flags = [action for action in parsers()["run"]._actions if action.option_strings]
-    assert len(flags) <= 29
+    assert len(flags) <= 30
 
 
 @pytest.mark.parametrize("name", ["run", "submit slurm", "submit kubernetes"])

@@ -123,7 +123,11 @@ REFUSED = {
     "no such name": (["copy", "xyz"], "the examples are ", "see `paceline examples`"),
     "a file for a folder": (["copy", "gan", "file"], "that is a file, not a folder", "name another place as DIR"),
     "no name": (["copy"], "NAME", "see `paceline examples copy --help`"),
-    "an unknown verb": (["show", "gan"], "invalid choice: 'show'", "see `paceline examples --help`"),
+    "an unknown verb": (
+        ["show", "gan"],
+        "invalid choice: 'show'",
+        "write `paceline examples copy ...`; see `paceline examples --help`",
+    ),
 }
 
 

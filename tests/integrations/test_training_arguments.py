@@ -141,7 +141,7 @@ BAD = {
     "no batch": (
         lambda: trainer(train_dataset=texts(2), changes={"dataloader_drop_last": True}).train(),
         WorkloadError,
-        "train_dataset gave none",
+        "the first pass over it had none",
     ),
     "no loss": (
         lambda: trainer(NoLoss(), train_dataset=[{"x": torch.ones(2)}] * 8).train(),

@@ -133,8 +133,8 @@ def test_a_private_folder_that_can_not_be_made_has_the_fix_of_the_reason(monkeyp
 
 
 def test_events_that_can_not_be_opened_are_one_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(Path, "open", raising(OSError(errno.EMFILE, os.strerror(errno.EMFILE))))
-    with pytest.raises(UsageError, match=r"can't write the job's events.*\n.*Too many open files.*\n.*ulimit -n"):
+    monkeypatch.setattr("paceline.train.events.regular", raising(OSError(errno.EMFILE, os.strerror(errno.EMFILE))))
+    with pytest.raises(UsageError, match=r"the job should write its events to.*\n.*Too many open files.*\n.*ulimit -n"):
         Events(tmp_path)
 
 
@@ -144,8 +144,8 @@ def test_the_number_of_a_generation_that_can_not_be_written_is_one_error(tmp_pat
         _write_generation(tmp_path, 3)
 
 
-def test_output_that_can_not_be_kept_is_said_once(tmp_path):
-    (tmp_path / "output.log").symlink_to("/dev/full")
+def test_output_that_can_not_be_kept_is_said_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("paceline.run.output.regular", raising(FULL))
     log = OutputLog(tmp_path)
     assert [log.add(0, "a"), log.add(0, "b")] == ["No space left on device", None]
     log.close()
@@ -273,8 +273,8 @@ def test_a_rank_whose_part_fails_frees_its_space_for_the_note(tmp_path, monkeypa
     assert [path.name for path in partial.iterdir()] == ["note-00001.json"]
 
 
-def test_events_of_servers_that_cannot_be_written_end_nothing(tmp_path, capsys):
-    (tmp_path / "servers.jsonl").symlink_to("/dev/full")
+def test_events_of_servers_that_cannot_be_written_end_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("paceline.run.rank.server_process.regular", raising(FULL))
     tell = _teller(tmp_path)
     tell({"event": "a"})
     tell({"event": "b"})

@@ -179,10 +179,10 @@ def test_a_run_goes_on_past_what_is_no_file(file, tmp_path):
     (folder / file).unlink()
     os.mkfifo(folder / file)
     with without_waiting():
-        assert choose_run(RunChoice(runs=tmp_path, job="a", resume=True), Path("/home/ada/train.py"), print) == (
-            folder,
-            None,
-        )
+        choice = RunChoice(runs=tmp_path, job="a", resume=True)
+        owned, resume = choose_run(choice, Path("/home/ada/train.py"), print)
+    assert (owned.folder, resume) == (folder, None)
+    owned.release()
 
 
 def test_a_run_does_not_go_on_from_what_is_no_manifest(tmp_path):

@@ -591,7 +591,7 @@ MISTAKES = [
     (converted, WorkloadError, "0.weight is of torch.float32 now, and was of torch.float64", "before the optimizer"),
     (clipped_as_by_torch, UsageError, "it is <generator", "job.clip(1.0)"),
     (logged_as_by_others, UsageError, "it is tensor(1.)", "write job.log(accuracy=0.9)"),
-    (load_of_a_file, CheckpointError, "it is a file", "torch.load(path, weights_only=True)"),
+    (load_of_a_file, CheckpointError, "it is a file", "torch.load with weights_only=True"),
     (raw_backward, UsageError, "made or changed by something else than job.backward", "write job.backward(loss)"),
     (raw_after_ours, UsageError, "made or changed by something else", "in place of loss.backward()"),
     (clipped_by_torch, UsageError, "gradient of 0.weight was made or changed", "job.clip(max_norm)"),

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from paceline.nouns.clock import Clock, WallClock
 from paceline.nouns.errors import CheckpointError, ReadError, UsageError, how_to_write
-from paceline.nouns.reading import Whole, parse_whole, read_json, read_text
+from paceline.nouns.reading import Whole, parse_whole, read_json, read_text, regular
 from paceline.nouns.table import printable
 
 RECORD = "owner.json"  # files of the run directory
@@ -541,7 +541,7 @@ def _falls_silent(folder: Path, owner: Owner, here: Here) -> bool:
 def _touched(folder: Path) -> int:
     """Return when the record was touched, in nanoseconds; 0: it can't be read."""
     try:
-        with (folder / RECORD).open("rb") as file:  # over NFS, opening it asks the server
+        with open(folder / RECORD, "rb", opener=regular) as file:  # over NFS, opening it asks the server
             return os.fstat(file.fileno()).st_mtime_ns
     except OSError:
         return 0

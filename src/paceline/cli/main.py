@@ -101,7 +101,7 @@ class Parser(argparse.ArgumentParser):
             return f"write {flag} and {kind}, such as {flag} 2" if kind else otherwise
         if choice := _CHOICE.match(message):
             choices = re.findall(r"[\w-]+", choice[2])
-            only = f"write `{self._command} {choices[0]} {choice[1]}`" if len(choices) == 1 else otherwise
+            only = f"write `{self._command} {choices[0]} ...`; {otherwise}" if len(choices) == 1 else otherwise
             return did_you_mean(choice[1], choices, only)
         if alone := _ALONE.match(message):
             return f"write {alone[1]} without a value" + "; --job NAME names the run" * (alone[1] == "--resume")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from paceline.nouns.errors import UsageError
+from paceline.nouns.reading import regular
 
 PIPE_CLOSED = 141  # 128 and the number of SIGPIPE, as shells show it for a command that ends so
 FAILED = 1
@@ -24,7 +25,7 @@ def check_may_write(path: Path) -> None:
     if not path.parent.is_dir():
         raise UsageError(f"can't write {path}", f"there is no folder {path.parent}", "name a file in one that there is")
     if path.is_file() and path.stat().st_size:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=regular) as file:
             if file.read(1) != b"{":
                 raise UsageError(f"can't write {path}", "a file is there that is no JSON", "name another file with -o")
 

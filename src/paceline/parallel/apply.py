@@ -230,7 +230,8 @@ class Parallel:
         self.gradient_hooks.call(self.placed.updated().values())
         # Ranks that run the same samples change the same buffers: each change was counted by all of them.
         self.buffers.reduce([ranks // self.mesh.places for ranks in stats.changed])
-        updated = self.placed.updated()
+        # A stage of a pipeline may have parameters that nothing is computed with.
+        updated = {} if self.mesh.size("pipeline") > 1 else self.placed.updated()
         if updated and stats.weight and all(parameter.grad is None for parameter in updated.values()):
             raise LossError(
                 "the loss should depend on the model's parameters",

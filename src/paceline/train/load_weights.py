@@ -23,7 +23,7 @@ from paceline.nouns.errors import CheckpointError, UsageError
 
 _WEIGHTS = "model.safetensors"
 OF_TORCH = (
-    "a file of torch.save is read before the job is made: model.load_state_dict(torch.load(path, weights_only=True))"
+    "read a file of torch.save before the job is made, by torch.load with weights_only=True, into model.load_state_dict"
 )
 _NAMED = 5  # names that an error gives
 
