@@ -33,7 +33,7 @@ SLIPS = {
     "a dict": (lambda batch: {"loss": total(batch)}, "of type dict: that has no weight", "their number"),
     "a plain sum": (lambda batch: (total(batch).item(), 4), "a plain number has no gradient", "without .item()"),
     "no gradient": (lambda batch: (total(batch).detach(), 4), "no gradient leads from it", "leave out .detach()"),
-    "outputs": (lambda batch: (total(batch), MODEL(batch["x"])), "a tensor of shape (4, 2)", "weight = mask.sum()"),
+    "outputs": (lambda batch: (total(batch), MODEL(batch["x"])), "a tensor of shape (4, 2)", "such as len(labels)"),
 }  # fmt: skip
 
 

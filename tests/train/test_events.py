@@ -228,7 +228,9 @@ def test_a_run_that_cant_be_read_is_not_the_one_to_resume(tmp_path, damaged):
         find_run(tmp_path, None, tmp_path / "other.py")
 
 
-TAKEN, START, RESUMED = ({"event": name} for name in ("step", "start", "resumed"))
+TAKEN = {"event": "step", "position": 8, "samples": 8, "loss": 1.0, "memory_bytes": 1, "at": 1.0}
+START = {"event": "start", "total_steps": 20}
+RESUMED = {"event": "resumed", "position": 8}
 
 
 @pytest.mark.parametrize(
@@ -248,9 +250,9 @@ def test_which_step_is_the_last_that_is_written_down(tmp_path, monkeypatch, writ
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in written) + '{"event": "st')
     events = Events(tmp_path, takes_over=True)
     assert events.last_step() == last
-    events.write({"event": "start"})
+    events.write(START)
     assert events.last_step() == last
-    events.write({"event": "step", "step": last + 1})
+    events.write({**TAKEN, "step": last + 1})
     assert events.last_step() == last + 1
     events.close()
     assert Events(None).last_step() == 0

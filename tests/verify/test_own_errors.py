@@ -15,6 +15,7 @@ from torch.utils.data import default_collate
 import paceline
 from paceline.nouns.own_errors import own_line, own_line_of_text
 from paceline.nouns.plan import Plan
+from paceline.nouns.user_program import UserProgram
 from paceline.verify.ranks import dry_run, reference
 from paceline.verify.ranks.randomness import controlled
 
@@ -64,8 +65,8 @@ def refusal(monkeypatch, folder, main_module, plan, parts):
         "steps": 2,
         "folder": str(folder),
     }
-    monkeypatch.setattr(main_module, "read_settings", lambda path: (settings, folder))
-    monkeypatch.setattr(main_module, "find_workload", lambda script: workload(**parts))
+    monkeypatch.setattr(main_module, "read_settings", lambda path: (settings, folder, UserProgram("file.py")))
+    monkeypatch.setattr(main_module, "find_workload", lambda program: workload(**parts))
     main_module.main(folder / "settings.json")
     return json.loads((folder / "refused.json").read_text())
 

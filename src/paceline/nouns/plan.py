@@ -271,10 +271,11 @@ class Plan:
             >>> plan.mesh, plan.world_size, plan.checkpoint_every
             ('pipeline=2,tensor=2', 4, 500)
         """
-        _check_signs(text)
         axes = []
         options = []
-        for item in arguments.text("Plan.parse", "text", text, "shard=2").split(","):
+        text = arguments.text("Plan.parse", "text", text, "shard=2")
+        _check_signs(text)
+        for item in text.split(","):
             name, _, value = item.partition("=")
             name = name.strip()
             name = SHORT_OPTIONS.get(name, name)

@@ -18,7 +18,7 @@ def read_settings(path: Path) -> tuple[dict[str, Any], Path, UserProgram]:
     # The reference and the dry run are children of the command itself; ranks end with their fork server.
     if "PACELINE_RANK" not in os.environ:
         die_with_parent()
-    program = UserProgram(settings["script"], settings["module"])
+    program = UserProgram(settings["script"], settings.get("module", ""))
     program.enter(settings["arguments"])
     return settings, Path(settings["folder"]), program
 

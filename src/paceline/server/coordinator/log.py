@@ -62,6 +62,7 @@ class Log:
             log.file.truncate(len(complete_lines))
             log.file.seek(len(complete_lines))
         except (OSError, ValueError) as error:
+            log.close()
             raise CheckpointError(
                 f"the coordinator's log {path}",
                 f"it can't be read or written ({reason_of(error)})",
@@ -89,7 +90,8 @@ class Log:
 
     def close(self) -> None:
         """Close the file."""
-        self.file.close()
+        if self.file is not None:
+            self.file.close()
 
     def _write(self, entry: dict[str, Any]) -> None:
         self.file.write(json.dumps(entry).encode() + b"\n")
