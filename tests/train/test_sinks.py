@@ -439,7 +439,7 @@ def test_tensorboard_shows_the_losses_also_after_a_resume(tmp_path):
     where = {"TEST_SINK": str(tmp_path / "sink")}
     words = ("--job", "a", "--checkpoint-every", "3")
     # It fails after step 8, so steps are taken again from a checkpoint before that.
-    fail = "        if job.step_number == 8:\n            time.sleep(1)\n            raise ValueError('the cause')\n"
+    fail = "        if job.step_number == 8:\n            time.sleep(1)\n            raise BaseException('the cause')\n"
     loop = LOOP.replace("        time.sleep", f"{fail}        time.sleep")
     file.write_text(file.read_text().replace(LOOP, loop))
     broken = paceline(tmp_path, "run", *words, file, **where)
