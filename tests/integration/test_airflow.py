@@ -151,7 +151,7 @@ def test_variables_of_airflow_are_not_handed_on_and_a_mapped_task_has_a_run_of_i
 OF_FLAGS = "is among them\n  fix: use the arguments"
 FAILING = [
     ({"file": "fails.py"}, "AirflowException", "no data today"),
-    ({"file": "other.py"}, "AirflowFailException", "found: it made no job"),
+    ({"file": "other.py"}, "AirflowFailException", "log above"),
     ({"file": "none.py"}, "AirflowFailException", "none.py"),
     ({"file": "train.py", "ranks": 2, "plan": "tensor=3"}, "AirflowFailException", "found: the job has 2 ranks"),
     ({"file": "train.py", "ranks": "many"}, "AirflowFailException", "log above"),
