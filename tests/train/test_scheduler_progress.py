@@ -208,12 +208,12 @@ def scontrol(folder, status=0, comment="Comment=(null)"):
 def test_slurms_comment_has_the_step(status, tmp_path):
     program = scontrol(tmp_path / "bin", status)
     path = f"{program.parent}:/usr/bin:/bin"
-    done = paceline(tmp_path, "run", "--job", "a b", write_workload(tmp_path), SLURM_JOB_ID="77", PATH=path)
+    done = paceline(tmp_path, "run", "--job", "a-b", write_workload(tmp_path), SLURM_JOB_ID="77", PATH=path)
     assert done.code == 0, done.err
     lines = (program.parent / "log").read_text().splitlines()
     assert len(lines) == 2  # the first step, and the end
-    assert re.fullmatch(r"update\|JobId=77\|Comment=paceline a b: step 1/20, loss [\d.]+\|", lines[0])
-    assert re.fullmatch(r"update\|JobId=77\|Comment=paceline a b: step 20/20, loss [\d.]+, done\|", lines[1])
+    assert re.fullmatch(r"update\|JobId=77\|Comment=paceline a-b: step 1/20, loss [\d.]+\|", lines[0])
+    assert re.fullmatch(r"update\|JobId=77\|Comment=paceline a-b: step 20/20, loss [\d.]+, done\|", lines[1])
 
 
 # What `scontrol show job` says, and how often the comment is changed.
