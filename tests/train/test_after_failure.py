@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from paceline import distribute
 from paceline.checkpoint.export import plan_export
 from paceline.comm import api
+from paceline.nouns.plan import Plan
+from paceline.train import job as jobs
 from paceline.train import step_board
 from paceline.train.step_board import CLOSE, FAILED
 
 from support.jobs import LOOP, paceline, write_workload
+from support.kit import make
 from support.ranks import run_ranks
 
 PLAIN = """
@@ -164,3 +170,24 @@ def meet(rank, calls):
 )
 def test_a_rank_that_failed_finds_out_whether_all_are_at_their_end(calls, found):
     assert run_ranks(3, meet, calls)[0] == found
+
+
+def fail_between_steps(rank, run_dir, differs):
+    """The checkpoints of a job that fails between two steps, after a first step that was or was not as it should be."""
+    os.environ["PACELINE_RUN_DIR"] = run_dir
+    Plan().write(Path(run_dir, "plan.json"))
+    job = distribute(make("decoder"))
+    job.step(next(job.batches()))
+    answer = {"reason": ""} if not differs else {"kind": "gradient", "name": "a", "distance": 0.5}
+    job.first_step.process = SimpleNamespace(answer=lambda: answer, end=lambda: None, cpu_s=lambda: 0.0)
+    try:
+        job.first_step.poll(job)
+        raise ValueError("no picture")
+    except Exception as error:
+        jobs.save_after_failure(error)
+    return sorted(path.name for path in (Path(run_dir) / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize(("differs", "saved"), [(False, ["step-00000001"]), (True, [])])
+def test_nothing_is_saved_after_a_first_step_that_is_not_that_of_one_process(tmp_path, differs, saved):
+    assert run_ranks(1, fail_between_steps, str(tmp_path), differs)[0] == saved

@@ -94,11 +94,13 @@ class FirstStep:
 
     Attributes:
         is_due: the next step is to be compared.
+        has_differed: the step was not that of one process, and nothing may be saved.
         process: takes the step too; None where none does.
     """
 
     def __init__(self) -> None:
         self.is_due = True
+        self.has_differed = False
         self.process: ForkedProcess | None = None
         self.shared: SharedTensors | None = None
         self.forms: Forms = {}
@@ -255,7 +257,11 @@ class FirstStep:
                 return
             answer = {"reason": f"one process takes longer than {limit_s:.0f} s for it; {_verify(job)} checks it"}
         self.end()
-        _tell(job, answer, self.began_at + 1)
+        try:
+            _tell(job, answer, self.began_at + 1)
+        except WorkloadError:
+            self.has_differed = True
+            raise
 
     def end(self) -> None:
         """End the process."""
