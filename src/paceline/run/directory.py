@@ -298,7 +298,7 @@ def find_resume_point(folder: Path, report: Callable[[str], None]) -> Path | Non
     if (published := publish_last_left(folder)) is not None:
         report(f"{published.name}, the last step that the job trained before it went back, is its newest checkpoint")
     if not list_checkpoints(checkpoints):
-        report("the job has no checkpoint yet: it starts at step 0")
+        report("the job has no checkpoint: it starts at step 0")
         return None
     try:
         return find_good(checkpoints, report, fix=_NONE)
