@@ -1518,8 +1518,8 @@ def save_after_failure(error: BaseException) -> None:
     """Save the last step of this process's newest job, which the file has left by an error, if that can be done.
 
     Args:
-        error: that of the file. Where ranks have come apart, one has gone, or the first step was not that of one process,
-            nothing is saved.
+        error: that of the file. Where ranks have come apart, one has gone, or the first step was not that of one
+            process, nothing is saved.
     """
     job = newest()
     if job is None or job.process != os.getpid() or job.is_closing or _is_of_others(error):
