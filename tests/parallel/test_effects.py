@@ -314,20 +314,33 @@ def test_hooks_that_come_after_the_job_are_kept_too():
         assert "a.weight has a hook on its gradient (<lambda> at" in found
 
 
-def reached_twice(rank):
-    model = Net()
+def reached_twice(rank, accumulates):
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model = Net().double()
     clip_by_value(model)
+    seen = []
+    model.a.weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(float(parameter.grad.sum())))
     job, model, optimizer = paceline.prepare(model, sgd(model))
-    inputs = torch.randn(4, 8)
+    inputs = samples().tensors[0][:8][4 * rank :][: 8 // job.size]
     try:
-        for _ in range(2):
-            job.backward(model(inputs).square().mean(), weight=4)
+        for factor in (1, 2):
+            with job.accumulate(accumulates):
+                job.backward(factor * model(inputs).square().mean(), weight=len(inputs))
         optimizer.step()
     except PacelineError as error:
         return str(error)
-    return "not refused"
+    return seen, float(model.a.weight.sum())
 
 
-def test_a_hook_and_two_backward_passes_are_refused():
-    for found in run_ranks(2, reached_twice):
+def test_a_hook_sees_the_whole_gradient_of_each_of_two_passes():
+    ((expected, weight),) = run_ranks(1, reached_twice, False)
+    for seen, found in run_ranks(2, reached_twice, False):
+        assert seen == pytest.approx(expected, rel=1e-9)
+        assert found == pytest.approx(weight, rel=1e-9)
+    assert len(expected) == 2
+
+
+def test_a_hook_and_two_passes_of_one_sum_are_refused():
+    for found in run_ranks(2, reached_twice, True):
         assert "two have reached a.weight" in found

@@ -446,7 +446,8 @@ def raw_after_ours(job, model, optimizer):
 
 
 def clipped_by_torch(job, model, optimizer):
-    job.backward(model(own(job, 0)).mean() * 100, weight=1)
+    with job.accumulate():
+        job.backward(model(own(job, 0)).mean() * 100, weight=1)
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
 
@@ -523,7 +524,8 @@ def backward_on_rank_0(job, model, optimizer):
 
 
 def other_optimizer_on_rank_1(job, model, optimizer):
-    job.backward(model(own(job, 0)).mean(), weight=1)
+    with job.accumulate():
+        job.backward(model(own(job, 0)).mean(), weight=1)
     job.gradients(optimizer if job.rank else None)
 
 

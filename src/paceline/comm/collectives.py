@@ -102,11 +102,10 @@ class AxisComm:
     group: dist.ProcessGroup | None
     ledger: Ledger
     group_ranks: list[int] = field(default_factory=list)  # of the peers, once they are asked for
+    size: int = field(init=False)  # ranks on the axis
 
-    @property
-    def size(self) -> int:
-        """Ranks on the axis."""
-        return len(self.peers)
+    def __post_init__(self) -> None:
+        self.size = len(self.peers)
 
     def aside(self) -> AxisComm:
         """Return the same axis with a ledger of its own, for checks: a plan's predicted traffic is that of training."""

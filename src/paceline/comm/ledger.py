@@ -15,16 +15,16 @@ class Ledger:
 
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     payload_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    total_bytes: int = field(init=False)  # payload bytes of all calls
+
+    def __post_init__(self) -> None:
+        self.total_bytes = self.payload_bytes.total()
 
     def add(self, collective: str, axis: str, payload_bytes: int) -> None:
         """Enter one call."""
         self.calls[collective, axis] += 1
         self.payload_bytes[collective, axis] += payload_bytes
-
-    @property
-    def total_bytes(self) -> int:
-        """Payload bytes of all calls."""
-        return self.payload_bytes.total()
+        self.total_bytes += payload_bytes
 
     def rows(self) -> list[dict[str, int | str]]:
         """Return the ledger as rows of collective, axis, calls and bytes, sorted."""

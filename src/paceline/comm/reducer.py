@@ -82,11 +82,13 @@ class GroupReducer(_Exact):
 
     def begin(self) -> None:
         """Start the all_reduce."""
-        self.pending = self.comm.begin_all_reduce(self.outbox)
+        if self.comm.size > 1:
+            self.pending = self.comm.begin_all_reduce(self.outbox)
 
     def finish(self, scale: torch.Tensor | None) -> None:
         """Wait for the all_reduce."""
-        self.pending.wait()
+        if self.comm.size > 1:
+            self.pending.wait()
         # After the sum, in one pass over the bucket; the scale (1 / weight) is known only after the last forward pass.
         if scale is not None:
             self.outbox *= scale

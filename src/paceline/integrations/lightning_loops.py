@@ -123,8 +123,10 @@ class FitLoop:
         if index % trainer.accumulate_grad_batches == 0:
             trainer.call("on_before_zero_grad", optimizer)
             trainer.call_module("optimizer_zero_grad", trainer.current_epoch, index, optimizer)
-        trainer.strategy.backward(loss, optimizer, weight=weight)
-        if not trainer.accumulates(index, is_last):
+        goes_on = trainer.accumulates(index, is_last)
+        with trainer.job.accumulate(goes_on and not trainer.looks_at_gradients("on_after_backward")):
+            trainer.strategy.backward(loss, optimizer, weight=weight)
+        if not goes_on:
             trainer.update(optimizer)
         return outputs
 

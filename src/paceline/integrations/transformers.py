@@ -626,6 +626,7 @@ class Trainer:
         self.model.train()
         items, shares = self._shares(job, micro_batches)
         total = torch.zeros((), dtype=torch.float64, device=job.device)
+        last = max((number for number, share in enumerate(shares) if share), default=0)
         for number, share in enumerate(shares):
             if not share and len(shares) > 1:  # no rank has a label there
                 continue
@@ -637,7 +638,8 @@ class Trainer:
             total += torch.where(items[number] > 0, loss.detach() * items[number], 0.0)
             loss = loss * share if len(shares) > 1 else loss
             loss = loss if self.scaler is None else self.scaler.scale(loss)
-            job.backward(loss, weight=items[number], share=share)
+            with job.accumulate(number < last):
+                job.backward(loss, weight=items[number], share=share)
             if number < len(shares) - 1:
                 self._call("on_substep_end")
         self.losses.append(torch.stack([total, items.sum()]))

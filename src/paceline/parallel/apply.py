@@ -45,7 +45,7 @@ from paceline.parallel.replicate.strategy import Replicate
 from paceline.parallel.step_stats import StepStats, StepStatsReducer
 
 Score = Callable[[Any, Any], Any]
-_FOLLOWED_STEPS = 3  # the first ones, in which hooks that were registered after the job was made are found
+FOLLOWED_STEPS = 3  # the first ones, in which hooks that were registered after the job was made are found
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,10 @@ class Parallel:
         self.rank = place.rank
         self.device = device
         self.observers = Observers()
+        self.is_observed = False
         self.peer_values = PeerValues()
         self.mesh = Mesh.parse(plan.mesh)
+        self.has_whole_stages = self.mesh.size("pipeline") == 1
         self.model = placed.model
         self.change_gradients: Callable[[Mapping[str, torch.nn.Parameter]], None] | None = None  # the user's function
         self.norm: float | None = None  # of the last gradient, where it was clipped on the way
@@ -126,6 +128,8 @@ class Parallel:
         self.experts: Replicate | None = None
         if of_experts:
             self.experts = self._replicate_over(of_experts, comms.expert_gradients)
+        # What sums gradients: of all parameters but those of experts, and of these.
+        self.replicates = [self.replicate] if self.experts is None else [self.replicate, self.experts]
         # Shared memory is open between the ranks that sum gradients; the step's numbers may use it where these are all
         # ranks.
         shared = self.replicate.shared if comms.step.peers == comms.gradients.peers else None
@@ -146,11 +150,6 @@ class Parallel:
         )
 
     @property
-    def replicates(self) -> list[Replicate]:
-        """Return what sums gradients: of all parameters but those of experts, and of these."""
-        return [self.replicate] if self.experts is None else [self.replicate, self.experts]
-
-    @property
     def clip_norm(self) -> float | None:
         """Return the largest norm of the whole gradient, where this rank is to clip by it."""
         return self.workload.clip_norm
@@ -168,8 +167,18 @@ class Parallel:
 
     def observe(self, observer: StepObserver) -> None:
         """Call `observer`'s methods in all steps from here on."""
-        self.observers.observers.append(observer)
+        self.add_observer(observer)
         self.placed.attach(self.observers, self.peer_values)
+
+    def add_observer(self, observer: StepObserver) -> None:
+        """Call the methods of `observer` that belong to the step as a whole."""
+        self.observers.observers.append(observer)
+        self.is_observed = True
+
+    def remove_observer(self, observer: StepObserver) -> None:
+        """Call the methods of `observer` no longer."""
+        self.observers.observers.remove(observer)
+        self.is_observed = bool(self.observers.observers)
 
     def read_by(self, peer_values: PeerValues) -> None:
         """Read by `peer_values` what other ranks have sent."""
@@ -189,21 +198,25 @@ class Parallel:
         """
         # Before the first forward pass: whatever it changes, or adds, is this step's.
         self.stats.clear()
-        self.buffers.begin_step()
-        self.follow_hooks()
+        if self.buffers.slots:
+            self.buffers.begin_step()
+        if self.followed_steps < FOLLOWED_STEPS:
+            self.follow_hooks()
         # With several micro-batches the first backward pass comes before the last forward pass, and so before the
         # weight of the batch is known. Under fp16 the scale is the sum's.
         self.is_mean = longest <= 1 and self.loss_scale is None
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         for one in self.replicates:
             one.begin_step(_no_scale if self.is_mean else self.stats.finish)
-        self.observers.phase_begins(GATHER)
+        if self.is_observed:
+            self.observers.phase_begins(GATHER)
         self.placed.begin_step()
-        self.observers.phase_begins(FORWARD)
+        if self.is_observed:
+            self.observers.phase_begins(FORWARD)
 
         def after_forwards() -> None:
             # All forward passes are done: the numbers of the step are known, and buffers are not written any more.
-            self.stats.begin(is_stopping, self.buffers.find_changed())
+            self.stats.begin(is_stopping, self.buffers.find_changed() if self.buffers.slots else [])
             for one in self.replicates:
                 one.begin_last_backward()
 
@@ -226,19 +239,27 @@ class Parallel:
         for one in self.replicates:
             if one.comm.size == 1 and not self.is_mean and stats.weight:
                 scale_gradients(one.parameters.values(), scale)
-        self.gradient_hooks.note_backward(self.gradient_hooks.hooks)
-        self.gradient_hooks.call(self.placed.updated().values())
+        if self.gradient_hooks.hooks:
+            self.gradient_hooks.note_backward(self.gradient_hooks.hooks)
+            self.gradient_hooks.call(self.placed.updated().values())
         # Ranks that run the same samples change the same buffers: each change was counted by all of them.
-        self.buffers.reduce([ranks // self.mesh.places for ranks in stats.changed])
+        if self.buffers.slots:
+            self.buffers.reduce([ranks // self.mesh.places for ranks in stats.changed])
         # A stage of a pipeline may have parameters that nothing is computed with.
-        updated = {} if self.mesh.size("pipeline") > 1 else self.placed.updated()
-        if updated and stats.weight and all(parameter.grad is None for parameter in updated.values()):
+        if stats.weight and self.has_whole_stages and not self._has_gradient():
             raise LossError(
                 "the loss should depend on the model's parameters",
                 "no parameter of the model has a gradient, and nothing would be updated",
                 "call the model that the loss is handed, in loss(model, batch), and no other of the file's",
             )
         return stats
+
+    def _has_gradient(self) -> bool:
+        updated = self.placed.updated()
+        for parameter in updated.values():
+            if parameter.grad is not None:
+                return True
+        return not updated
 
     def follow_hooks(self, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
         """In the first steps, take or refuse hooks that were registered after the job was made.
@@ -250,7 +271,7 @@ class Parallel:
             WorkloadError: the plan can't keep one of them.
             UsageError: a parameter had hooks before.
         """
-        if self.followed_steps == _FOLLOWED_STEPS:
+        if self.followed_steps == FOLLOWED_STEPS:
             return
         self.followed_steps += 1
         check_effects(self.model, optimizers, self.placement, is_cut=True)

@@ -4,7 +4,7 @@ A hook of `parameter.register_hook` or `register_post_accumulate_grad_hook` runs
 several has the gradient of its own samples. So the hooks are taken off the parameters, and called once the gradients
 are summed.
 
-Needs: one backward pass for each update.
+Needs: one backward pass for each sum of gradients.
 Promises: hooks see and change what they would in one process, in the same order.
 Traffic: none.
 """
@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from paceline.nouns.errors import UsageError
-from paceline.parallel.effects import hooks_of
+from paceline.parallel.effects import hooks_of, is_own_hook
 
+_NONE: Mapping[torch.nn.Parameter, torch.Tensor] = {}
 _Hooks = tuple[dict[int, Any] | None, dict[int, Any] | None]
 
 
@@ -53,8 +54,9 @@ class GradientHooks:
             self.names[parameter] = name
             # The very dicts: a handle removes its hook from them.
             self.hooks[parameter] = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+            own = {key: hook for key, hook in (self.hooks[parameter][1] or {}).items() if is_own_hook(hook)}
             parameter._backward_hooks = None
-            parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+            parameter._post_accumulate_grad_hooks = own or None  # type: ignore[assignment]
 
     def give_back(self) -> None:
         """Put the hooks back on the parameters."""
@@ -82,21 +84,37 @@ class GradientHooks:
                 "take the hook away and change job.gradients() before optimizer.step(), or train it on one rank",
             )
 
-    def call(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Call the hooks of these parameters; their gradients are those of the whole batch."""
-        if not self.hooks:
-            return
-        for parameter in parameters:
-            if parameter in self.reached and parameter.grad is not None:
-                self._call(parameter)
-            self.reached.discard(parameter)
+    def call(
+        self, parameters: Iterable[torch.nn.Parameter], earlier: Mapping[torch.nn.Parameter, torch.Tensor] = _NONE
+    ) -> None:
+        """Call the hooks of these parameters, whose gradients are those of the whole batch, and add earlier gradients.
 
-    def _call(self, parameter: torch.nn.Parameter) -> None:
-        before, after = self.hooks[parameter]
+        Args:
+            parameters: of which a backward pass has made gradients.
+            earlier: gradients of earlier backward passes, to which these are added. As in one process a hook of
+                `register_hook` gets the new gradient alone, the other kind finds the sum.
+        """
+        if not self.hooks and not earlier:
+            return
         with torch.no_grad():
-            for hook in list((before or {}).values()):
-                changed = hook(parameter.grad)
-                if changed is not None:
-                    parameter.grad = changed
-            for hook in list((after or {}).values()):
-                hook(parameter)
+            for parameter in parameters:
+                is_called = parameter in self.hooks and parameter in self.reached and parameter.grad is not None
+                before, after = self.hooks[parameter] if is_called else (None, None)
+                for hook in list((before or {}).values()):
+                    changed = hook(parameter.grad)
+                    if changed is not None:
+                        parameter.grad = changed
+                if parameter in earlier:
+                    parameter.grad = _added(earlier[parameter], parameter.grad)
+                for hook in list((after or {}).values()):
+                    if not is_own_hook(hook):
+                        hook(parameter)
+                self.reached.discard(parameter)
+
+
+def _added(earlier: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+    if gradient is None:
+        return earlier
+    if earlier.is_sparse or gradient.is_sparse:
+        return earlier + gradient
+    return gradient.add_(earlier)

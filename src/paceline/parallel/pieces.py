@@ -7,25 +7,27 @@ one after another. This can be right for any loop, because gradients are linear 
     reduce(optimizer)        sums the gradients of the optimizer's parameters over the ranks
     end_step()               makes buffers equal, and learns whether a rank was asked to stop
 
-Each piece begins with one small sum in which every rank says what it is about to do. Ranks that are at different pieces
-find that out there, before a collective of one meets another's. The end of a step has none where the sums of `reduce`
-have said all that it would: nobody was asked to stop, nothing is compared, and buffers, which nothing has changed, do
-not belong to the models' state.
+With one optimizer `backward` sums the gradients, bucket by bucket while they are made, and `reduce` finds them summed.
+Gradients of earlier passes are set aside meanwhile, and added to the sums. Inside `accumulate`, and with several
+optimizers, of which a pass may reach any, gradients stay this rank's until `reduce`.
+
+A piece that communicates begins with one small sum in which every rank says what it is about to do, and what it has
+done since the last one. Ranks that are at different pieces find that out there, before a collective of one meets
+another's. The end of a step has none where the last one has said all that it would: nobody was asked to stop, nothing
+is compared, and buffers, which nothing has changed, do not belong to the models' state.
 
 Needs: every rank calls the same pieces in the same order.
 Promises: after `reduce` gradients are those of one rank that calls the same pieces with the whole batch.
-Where a loop repeats its steps, the sum that follows a backward pass begins in it (`replicate/early.py`), before that of
-`reduce`, which then also says whether all ranks still have the gradients that were sent.
-
 Traffic per step: for each piece that says something, and each call of a model in parts, one all_reduce of
-8 (4 + 5 R + buffers) bytes; for each update that of `replicate`, without the numbers of the step, and with `shard` that
-of `shard/owned_update.py` (zero=1) or `shard/loop_models.py`. On GPUs the hosts exchange one more for each backward
-pass. A sum that was foreseen, and was not wanted, comes on top.
+8 (4 + 6 R + buffers) bytes; for each pass or update that sums gradients that of `replicate`, without the numbers of the
+step, and with `shard` that of `shard/owned_update.py` (zero=1) or `shard/loop_models.py`. On GPUs the hosts exchange
+one more for each backward pass.
 """
 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -54,7 +56,6 @@ from paceline.parallel.model_adapter import EagerAdapter
 from paceline.parallel.norm import global_norm, scale_gradients
 from paceline.parallel.replicate.bucket import local_gradient
 from paceline.parallel.replicate.buffers import KeptBuffers, sums_of
-from paceline.parallel.replicate.early import EarlySums, Foresight
 from paceline.parallel.replicate.strategy import Replicate
 from paceline.parallel.shard.owned_update import OwnedUpdates
 from paceline.parallel.step_stats import write_numbers
@@ -64,7 +65,7 @@ if TYPE_CHECKING:
     from paceline.parallel.shard.strategy import Shard
     from paceline.parallel.split_forward import SplitForward, SplitForwards
 
-BACKWARD, REDUCE, END, CALL, GATHER, SPLIT, READ = range(1, 8)
+BACKWARD, REDUCE, END, CALL, GATHER, SPLIT, READ, UPDATE = range(1, 9)
 _CALLS = {
     BACKWARD: "calls job.backward",
     REDUCE: "sums gradients, for optimizer.step(), job.clip or job.gradients",
@@ -73,11 +74,14 @@ _CALLS = {
     GATHER: "enters job.gathered",
     SPLIT: "calls a model for the first time",
     READ: "reads a number of a parameter or gradient that is in parts",
+    UPDATE: "updates",
 }
-# Places in the message: sums over the ranks, and then five numbers of each rank; the last two are equal on some ranks.
+# Places in the message: sums over the ranks, and then numbers of each rank; _ALIKE and _ARGUMENTS are equal on some
+# ranks, and _DONE is a checksum of the pieces without a message of their own that came since the last message.
 # At the end of a step _STOP says that a rank was asked to stop; before an update, that the step's end has more to say.
-_WEIGHT, _LOSS, _STOP, _OTHERS, _FIRST_RANK = range(5)
-_CODE, _CHECK, _BAD, _ALIKE, _ARGUMENTS, _PER_RANK = range(6)
+# _LEFT_OUT says that a loss with weight 0 is not finite.
+_WEIGHT, _LOSS, _STOP, _LEFT_OUT, _FIRST_RANK = range(5)
+_CODE, _CHECK, _BAD, _ALIKE, _ARGUMENTS, _DONE, _PER_RANK = range(7)
 _MOST_OPTIMIZERS = 1000
 _GRAPH_IS_GONE = "backward through the graph a second time"  # torch's words
 _BAD_WEIGHT = 2  # in the place of _BAD, where 1 means the loss
@@ -109,8 +113,9 @@ class Piece(NamedTuple):
     """What a rank is about to do.
 
     Attributes:
-        call: BACKWARD, REDUCE, END, CALL, GATHER, SPLIT or READ.
-        target: the number of the optimizer, or of the model for CALL and SPLIT, from 1; 0 means all.
+        call: one of the constants above, from BACKWARD to UPDATE.
+        target: the number of the optimizer, or of the model for CALL and SPLIT, from 1; 0 means all. Of BACKWARD: 1
+            inside `accumulate`.
         check: a number that is the same on every rank where all is well.
         differs: what is wrong where it is not.
     """
@@ -132,7 +137,6 @@ class Agreed(NamedTuple):
     weight: float
     loss: float
     is_stopping: bool
-    has_others: bool  # on some rank the sums that began early are those of other gradients
     changed: list[int]  # for each buffer, as `Buffers.find_changed` has it
 
 
@@ -185,12 +189,10 @@ class _Coming(NamedTuple):
 
     Attributes:
         piece: what it says.
-        is_left_out: whether the loss, which has weight 0, is not finite; None: it has a weight.
         whole_weight: what the ranks' weights should add up to.
     """
 
     piece: Piece
-    is_left_out: torch.Tensor | None
     whole_weight: int
 
 
@@ -203,6 +205,7 @@ class _Target:
         updates: how the optimizer updates parts; None where nothing is.
         known: what is known of the parameters' gradients.
         updated: how often the optimizer has updated.
+        awaits_pass: no backward pass has come since the newest update.
         is_uncleared: the newest backward passes have added to the gradients of the update before.
     """
 
@@ -213,15 +216,29 @@ class _Target:
         self.replicate = replicate
         self.parts = parts
         self.updates: RowUpdates | None = None
-        self.early = EarlySums(replicate)
         self.is_summed = True  # there is nothing to sum
         self.known: list[KnownGradient] = []
         self.updated = 0
+        self.awaits_pass = True
         self.is_uncleared = False
 
     def sums(self) -> list[Replicate]:
         """Return what makes sums of the gradients."""
         return [self.replicate] if self.parts is None else [self.replicate, self.parts]
+
+
+class _Running(NamedTuple):
+    """A backward pass that sums gradients.
+
+    Attributes:
+        target: whose gradients.
+        earlier: sums of earlier passes, which are set aside.
+        local: copies of gradients that were this rank's alone, where the pass is known to fail.
+    """
+
+    target: _Target
+    earlier: dict[torch.nn.Parameter, torch.Tensor]
+    local: dict[torch.nn.Parameter, torch.Tensor]
 
 
 class _Message:
@@ -286,6 +303,12 @@ class PiecewiseParallel(Parallel):
         self.parts: LoopShards | None = None
         self.is_closed = False
         self.tensor: SplitForwards | None = None
+        # A rank without samples may take part in forward passes that count nothing.
+        self.may_keep_pace = comms.step.size > 1
+        # No other rank counts the same samples, as those of a tensor group would.
+        self.counts_its_samples = comms.axes["tensor"].rank == 0
+        # Each parameter is updated by one rank, and whole on all of them.
+        self.shares_updates = comms.axes["shard"].size > 1
 
     def replicate_over(self, parameters: Mapping[str, torch.nn.Parameter]) -> Replicate:
         """Return a strategy without parameters: `split` makes one for each optimizer."""
@@ -294,7 +317,7 @@ class PiecewiseParallel(Parallel):
     def _summed_over(self, parameters: Mapping[str, torch.nn.Parameter]) -> Replicate:
         """Return what sums gradients over all ranks, which see different samples. Collective."""
         sparse = self.placed.sparse() & parameters.keys()
-        return Replicate(parameters, sparse, self.comms.data, self.plan, self.device, overlaps=False)
+        return Replicate(parameters, sparse, self.comms.data, self.plan, self.device)
 
     def _target(self, parameters: Mapping[str, torch.nn.Parameter]) -> _Target:
         """Return the strategies of one optimizer's parameters. Collective."""
@@ -324,6 +347,7 @@ class PiecewiseParallel(Parallel):
         from paceline.parallel.shard.state_dicts import WholeStateDicts
 
         self.parts = LoopShards(models, self.comms.axes, self.plan, self.device)
+        self.shares_updates = False
         self.placed.parameters = dict(self.model.named_parameters())
         still_used = self.parts.exchange(optimizers)
         for number, shard in enumerate(self.parts.shards, 1):
@@ -393,8 +417,8 @@ class PiecewiseParallel(Parallel):
             failure = error
         piece = Piece(SPLIT, number)
         self._say(piece)
-        self._write(self._place(_BAD), failure is not None)
-        self._write(self._place(_ALIKE), forward.form_of(call))
+        self.said.write(self.own_at + _BAD, failure is not None)
+        self.said.write(self.own_at + _ALIKE, forward.form_of(call))
         sums = self._sum()
         if failure is not None:
             raise failure
@@ -407,9 +431,7 @@ class PiecewiseParallel(Parallel):
         for target in self.targets:
             if any(parameter is one for parameter in target.parameters.values() for one in cut):
                 target.replicate.close()
-                target.early.close()
                 target.replicate = self._summed_over(target.parameters)
-                target.early = EarlySums(target.replicate)
 
     def split(self, optimizers: Sequence[Mapping[str, torch.nn.Parameter]]) -> None:
         """Sum the gradients of each optimizer's parameters apart from those of the others. Collective.
@@ -429,10 +451,11 @@ class PiecewiseParallel(Parallel):
             self.targets.append(self._target(parameters))
             self.owned.assign(parameters)
             self.targets[-1].known = self._name(parameters)
-        self.is_doubtful = False  # this rank had a loss that is not finite, and has weight 0
+        self.is_doubtful = False  # a rank had a loss that is not finite, and has weight 0
         self.is_end_said = False  # at this step's newest sums no rank had something to say at its end
         comm = self.comms.step
         self.ranks_at = _FIRST_RANK
+        self.own_at = _FIRST_RANK + _PER_RANK * comm.rank
         self.buffers_at = _FIRST_RANK + _PER_RANK * comm.size
         length = self.buffers_at + len(self.buffers.tensors)
         shared = self.replicate.shared if comm is self.comms.data else None
@@ -441,11 +464,16 @@ class PiecewiseParallel(Parallel):
         host = torch.device("cpu")
         self.on_host = self.on_device if self.device == host else _Message(comm, None, length, host)
         self.said = self.on_device
-        self.foresight = Foresight()
-        self.early: list[_Target] = []  # sums that a backward pass has begun
-        self.is_mixed = False  # a backward pass has collectives of its own
+        self.is_accumulating = False
+        self.has_backward = False  # `backward` was called
+        self.looks_for_uncleared = True  # some optimizer has not updated twice
+        self.overlaps = False  # sums begin in a backward pass, not after it
+        self.running: _Running | None = None  # a backward pass that sums gradients; or one that has raised
+        self.must_sum_after = False  # some backward pass had collectives of its own, or made a gradient twice
+        self.done: list[int] = []  # codes of the pieces without a message since the last message
+        self.last_done: list[int] = []  # of those that the last message told of
         self.coming: _Coming | None = None
-        self.unread: list[tuple[Piece, Callable[[], list[float]]]] = []  # the sums, and last whether a loss is doubtful
+        self.unread: list[tuple[Piece, Callable[[], list[float]]]] = []  # reads the sums
         self.losses: list[Agreed] = []  # of the step's backward passes
         self.kept: KeptBuffers | None = None
         self.buffers.begin_step()
@@ -462,7 +490,7 @@ class PiecewiseParallel(Parallel):
 
     def regroup(self, target: int, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """Sum the gradients of other parameters with those of an optimizer, whose groups have changed. Collective."""
-        self._drop_early()
+        self._finish_failed()
         before = self.targets[target - 1]
         after = self._target(parameters)
         self.owned.assign(parameters)
@@ -473,7 +501,6 @@ class PiecewiseParallel(Parallel):
         after.updated = before.updated
         for sums in before.sums():
             sums.close()
-        before.early.close()
         self.targets[target - 1] = after
         after.known = self._name(parameters)
 
@@ -488,79 +515,128 @@ class PiecewiseParallel(Parallel):
             self.kept = KeptBuffers(self.placed.written_alone())
             self.kept.__enter__()
 
-    def backward(self, own: OwnLoss, piece: Piece, keeps_pace: bool, retain_graph: bool) -> None:
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Leave the gradients of backward passes inside to this rank, until a pass or an update outside sums them."""
+        was_accumulating, self.is_accumulating = self.is_accumulating, True
+        try:
+            yield
+        finally:
+            self.is_accumulating = was_accumulating
+
+    def backward(
+        self, own: OwnLoss, piece: Piece, keeps_pace: bool, retain_graph: bool, is_stopping: bool = False
+    ) -> None:
         """Add the gradient of the mean loss over all ranks to the parameters' gradients.
 
         Where the sum of the weights is known the ranks do not wait for each other: what they say is read after the
-        backward pass, whose gradients are then cleared if a loss is bad.
+        backward pass, whose gradients are then taken back if a loss is bad.
 
         Args:
             own: this rank's loss.
             piece: this call.
             keeps_pace: this rank has no samples: its loss counts nothing.
             retain_graph: as `torch.Tensor.backward` takes it.
+            is_stopping: this rank was asked to stop; the end of the step will say so.
 
         Raises:
-            LossError: it is not finite on some rank, or the weights add up to 0.
+            LossError: it is not finite on some rank, or the weights add up to 0; gradients are as they were.
             CollectiveError: another rank is at another piece, or the weights add up to something else.
         """
-        self._check_late()
-        self._note_reached()
-        self._drop_early()
-        self.foresight.note(False, 0)
-        self._look_for_uncleared()
-        self._count_once()
-        self.raw = {parameter for parameter in self.raw if parameter.grad is not None}
+        self._settle()
+        if self.looks_for_uncleared:
+            self._look_for_uncleared()
+        target = self._summed_in_backward()
+        if target is None:
+            self._count_once()
+        if self.on_host is not self.on_device:
+            self._meet_on_host(piece)
+        loss, own_weight = self._say_loss(own, piece, keeps_pace, is_stopping)
+        failure = None
+        # One rank waits for nobody, and knows what is wrong before its pass.
+        if own.whole_weight is not None and self.comms.step.size > 1 and self._may_take_back():
+            self.said.begin()
+            self.coming = _Coming(piece, own.whole_weight)
+            share: Any = torch.tensor(own_weight / own.whole_weight, dtype=torch.float64)
+        else:
+            self.said.begin()
+            sums = self._finish_sum()
+            self.unread.append((piece, self._to_read(sums)))
+            # A GPU is not waited for: what its ranks have said is read before the update.
+            if self.device.type == "cpu":
+                failure = self._read_for(target)
+            share = own_weight / sums[_WEIGHT]
+        if target is None:
+            self._run_backward(loss * share.to(loss.dtype), keeps_pace, retain_graph)
+            if self.coming is not None:
+                self._take_coming()
+            for each in self.targets:
+                each.is_summed = each.awaits_pass = False
+            self._note()
+        else:
+            self._run_and_sum(target, loss * share.to(loss.dtype), (keeps_pace, retain_graph), failure)
+
+    def _summed_in_backward(self) -> _Target | None:
+        """Return whose gradients the next backward pass sums; None where they wait for `reduce`."""
+        # Of several optimizers a pass may reach any. FSDP2 sums the gradients of parts by itself, and of pieces the
+        # loop could not tell whether they are sums.
+        if len(self.targets) > 1 or self.parts is not None or self.tensor is not None or self.is_accumulating:
+            return None
+        return self.targets[0]
+
+    def _say_loss(
+        self, own: OwnLoss, piece: Piece, keeps_pace: bool, is_stopping: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | float]:
+        """Write the message of a backward pass; return what it begins at, and its weight on this rank."""
         loss = own.loss.reshape(())
-        self._meet_on_host(piece)
         self._say(piece)
         own_weight = 0.0 if keeps_pace else _of_host(own.weight)
-        is_left_out = None
         if isinstance(own_weight, torch.Tensor) or own_weight == 0:
             is_left_out = ~torch.isfinite(loss.detach()) & (own_weight == 0)
             loss = torch.where(is_left_out, 0.0, loss)
+            self.said.write(_LEFT_OUT, is_left_out)
         detached = loss.detach()
         if own.factor is not None:
             detached = detached / own.factor
         value = _of_host(detached)
-        self._write(_WEIGHT, own_weight if self.counts_its_samples else 0.0)
-        self._write(_LOSS, own_weight * value if self.counts_its_samples else 0.0)
-        self._write(self._place(_BAD), _badness(value, own_weight))
-        self._write(self._place(_ALIKE), value)
-        if own.whole_weight is not None and self._may_clear_gradients():
-            self._write(_OTHERS, 1)
-            self.said.begin()
-            self.coming = _Coming(piece, is_left_out, own.whole_weight)
-            scale = torch.tensor(own_weight / own.whole_weight, dtype=torch.float64)
-            self._run_backward(loss * scale.to(loss.dtype), keeps_pace, retain_graph)
-            self._take_coming()
-        else:
-            sums = self._sum()
-            self.unread.append((piece, self._to_read(sums, is_left_out)))
-            # A GPU is not waited for: what its ranks have said is read before the update.
-            if self.device.type == "cpu":
-                self._read_before_backward(sums)
-            scale = own_weight / sums[_WEIGHT]
-            self._run_backward(loss * scale.to(loss.dtype), keeps_pace, retain_graph)
-        for target in self.targets:
-            target.is_summed = False
-        self._note()
+        if self.counts_its_samples:
+            self.said.write(_WEIGHT, own_weight)
+            self.said.write(_LOSS, own_weight * value)
+        if self._has_more_to_say(is_stopping):
+            self.said.write(_STOP, 1)
+        self.said.write(self.own_at + _BAD, _badness(value, own_weight))
+        if self.tensor is not None:
+            self.said.write(self.own_at + _ALIKE, value)
+        return loss, own_weight
 
-    def _read_before_backward(self, sums: torch.Tensor) -> None:
-        """Read what the ranks have said, and take part in sums that others began early if a loss is bad."""
+    def _read_for(self, target: _Target | None) -> LossError | None:
+        """Read what the ranks have said; return what is wrong with a loss where the pass runs all the same.
+
+        Ranks that know the weight without waiting hear of it after the pass, and want this rank in its sums.
+        """
         try:
-            self._read_all()
-        except LossError:
-            if float(sums[_OTHERS]) > 0:  # ranks that read it after their backward passes
-                self._begin_early()
-                self._end_early(self._calls())
+            if self.coming is None:
+                self._read_all()
+            else:
+                self._read_coming()
+        except LossError as error:
+            if target is None or self.comms.step.size == 1:
+                raise
+            return error
+        except CollectiveError:
+            if self.running is not None:
+                self._take_back()
             raise
+        return None
 
-    def _may_clear_gradients(self) -> bool:
-        """Return True if a backward pass can be undone: there are no gradients before it."""
+    def _may_take_back(self) -> bool:
+        """Return True if a backward pass can be undone: no gradients of this rank alone are there before it."""
         if self.device.type != "cpu" or self.parts is not None or self.tensor is not None:
             return False
-        return all(parameter.grad is None for parameter in self.known)
+        for parameter, known in self.known.items():
+            if parameter.grad is not None and known.summed is not parameter.grad:
+                return False
+        return True
 
     def _take_coming(self) -> None:
         """Read what was said before the backward pass.
@@ -569,18 +645,19 @@ class PiecewiseParallel(Parallel):
             LossError: a loss is not finite, and gradients are as they were.
             CollectiveError: another rank is at another piece, or weights add up to something else.
         """
-        coming, self.coming = self.coming, None
-        if coming is None:
-            return
         try:
-            sums = self._finish_sum()
-            self.unread.append((coming.piece, self._to_read(sums, coming.is_left_out)))
-            self._read_all()
-            self._check_weights(self.losses[-1].weight, coming.whole_weight)
+            self._read_coming()
         except PacelineError:
             for parameter in self.known:
                 parameter.grad = None
             raise
+
+    def _read_coming(self) -> None:
+        coming, self.coming = self.coming, None
+        assert coming is not None
+        self.unread.append((coming.piece, self._to_read(self._finish_sum())))
+        self._read_all()
+        self._check_weights(self.losses[-1].weight, coming.whole_weight)
 
     def _check_weights(self, found: float, expected: int) -> None:
         if found != expected:
@@ -590,11 +667,80 @@ class PiecewiseParallel(Parallel):
                 "hand in the weight on every rank, or on none",
             )
 
+    def _run_and_sum(
+        self, target: _Target, loss: torch.Tensor, options: tuple[bool, bool], failure: LossError | None
+    ) -> None:
+        """Run a backward pass, sum its gradients over the ranks, and add them to those that are sums already.
+
+        Args:
+            target: whose gradients.
+            loss: this rank's share of the mean.
+            options: whether the loss counts nothing, and whether the graph is kept.
+            failure: what is known to be wrong already.
+
+        Raises:
+            LossError: a loss is not finite; gradients are as they were.
+        """
+        made_elsewhere = self._find_raw(target) if self.raw else ""
+        earlier = self._set_sums_aside(target)
+        self.running = _Running(target, earlier, _copies_of(target.parameters.values()) if failure is not None else {})
+        with self._as_trained(target):
+            target.replicate.begin_step(_no_scale)
+            if self.overlaps:
+                target.replicate.begin_last_backward()
+            self._run_backward(loss, *options)
+            if self.coming is not None:  # before this rank waits for one that is at another piece
+                failure = self._read_for(target)
+            target.replicate.reduce_gradients()
+        error: PacelineError | None = failure
+        if made_elsewhere:
+            error = error or _made_elsewhere(made_elsewhere)
+        if self.is_doubtful and self.device.type == "cpu":
+            error = self._left_out() or error
+        if error is not None:
+            self._take_back()
+            raise error
+        self.running = None
+        if self.gradient_hooks.hooks or earlier:
+            self.gradient_hooks.call(target.parameters.values(), earlier)
+        self._note_summed(target)
+        target.awaits_pass = False
+
+    def _take_back(self) -> None:
+        """Give the parameters the gradients that they had before the backward pass."""
+        running, self.running = self.running, None
+        assert running is not None
+        for known in running.target.known:
+            known.summed = running.earlier.get(known.parameter)
+            known.parameter.grad = running.local.get(known.parameter, known.summed)
+
+    def _find_raw(self, target: _Target) -> str:
+        """Return the name of a parameter that has a gradient of a backward pass of the loop's own; "" if none has."""
+        for known in target.known:
+            gradient = known.parameter.grad
+            if known.parameter in self.raw and gradient is not None and _values_of(gradient).count_nonzero():
+                return known.name
+        return ""
+
+    def _set_sums_aside(self, target: _Target) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """Take away gradients that are sums already, which the loop has kept: the next pass adds to them."""
+        earlier = {}
+        for known in target.known:
+            summed, known.summed = known.summed, None
+            gradient = known.parameter.grad
+            if gradient is None or not (target.is_summed or summed is gradient):
+                continue
+            if known.parameter in self.raw:
+                continue
+            if self.comms.step.size > 1:
+                earlier[known.parameter] = gradient.clone()  # the next sums come to where these are
+                known.parameter.grad = None
+        return earlier
+
     def _run_backward(self, loss: torch.Tensor, keeps_pace: bool, retain_graph: bool) -> None:
         if self.parts is not None:
             self.parts.open_backward(loss, keeps_pace)
-        self._begin_early()
-        calls = self._calls()
+        collectives = self._collectives() if self.comms.step.size > 1 else 0
         try:
             loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         except BaseException as error:
@@ -612,11 +758,30 @@ class PiecewiseParallel(Parallel):
         finally:
             reached = list(self.reached)
             self.reached.clear()
-            self._end_early(calls)
+        # Sums of gradients must not come between collectives of the pass itself, in another order on each rank. By
+        # re-entrant checkpointing a gradient comes twice.
+        if self.comms.step.size > 1:
+            self.must_sum_after |= self._collectives() != collectives or len(set(map(id, reached))) < len(reached)
+            self.overlaps = not self.must_sum_after
         self.last_reached = reached or self.last_reached
-        self.gradient_hooks.note_backward(reached)
+        self.has_backward = True
+        if self.gradient_hooks.hooks:
+            self.gradient_hooks.note_backward(reached)
         if self.parts is not None:
             self.parts.close_backward()
+
+    def _collectives(self) -> int:
+        """Return how many collectives there were, without those that have sent gradients of this pass."""
+        sent = 0 if self.running is None else self.running.target.replicate.next_bucket
+        return self.comms.step.ledger.calls.total() - sent
+
+    def _finish_failed(self) -> None:
+        """Take part in the sums of a backward pass that has raised: ranks where it has not wait for them."""
+        running = self.running
+        if running is not None:
+            with self._as_trained(running.target):
+                running.target.replicate.reduce_gradients()
+            self._take_back()
 
     def reduce(self, piece: Piece, is_stopping: bool) -> None:
         """Make the gradients of `piece.target` sums over the ranks, where they are not yet. Collective.
@@ -631,32 +796,56 @@ class PiecewiseParallel(Parallel):
             LossError: a gradient is not finite, of a loss with weight 0 that isn't either.
             WorkloadError: a dense parameter has a sparse gradient, or the other way round.
         """
-        self._note_reached()
-        if self.parts is not None and take_lost_write():
-            raise _lost_write()
-        if piece.target or len(self.targets) == 1:
-            self._check_not_cleared(self.targets[piece.target - 1])
-        self.foresight.note(True, piece.target)
+        self._settle()
         targets = self.targets if not piece.target else [self.targets[piece.target - 1]]
-        is_early = self._agree_on_early(piece, targets, is_stopping)
-        self._check_left_out()
+        if len(targets) == 1 and not targets[0].updated:
+            self._check_not_cleared(targets[0])
+        if self._needs_meeting(targets):
+            self._say(piece)
+            if self._has_more_to_say(is_stopping):
+                self.said.write(_STOP, 1)
+            self._agree(piece)
+        else:
+            if self.unread:
+                self._read_all()
+            self.done.append(piece.code)
         for target in targets:
-            # Of the others it is known that nothing has changed them.
-            if not (is_early and target.early.is_begun) or target.replicate.sparse_names:
-                self._check_untouched(target)
+            self._check_untouched(target)
         if self.parts is not None:
-            for shard in self.parts.shards:
-                for name in shard.raw_gradients():
-                    raise _made_elsewhere(name)
-            self.parts.finish()
+            self._finish_parts()
         for target in targets:
             if not target.is_summed:
-                self._reduce(target, is_early and target.early.is_begun)
+                self._reduce(target)
+        error = self._left_out() if self.is_doubtful else None
+        if error is not None:
+            raise error
+
+    def _finish_parts(self) -> None:
+        """Make gradients of parts ready for an update. Collective.
+
+        Raises:
+            UsageError: a backward pass of the loop's own has made one.
+        """
+        assert self.parts is not None
+        if take_lost_write():
+            raise _lost_write()
+        for shard in self.parts.shards:
+            for name in shard.raw_gradients():
+                raise _made_elsewhere(name)
+        self.parts.finish()
+
+    def _needs_meeting(self, targets: Sequence[_Target]) -> bool:
+        """Return whether the sums of these gradients, or the update after them, communicate."""
+        if self.parts is not None or self.tensor is not None or self.shares_updates or len(self.targets) > 1:
+            return True
+        return not targets[0].is_summed or targets[0].awaits_pass
 
     def begin_update(self, optimizer: torch.optim.Optimizer, target: int) -> None:
         """Let the optimizer update what this rank is to update; its gradients are sums."""
+        self.done.append(Piece(UPDATE, target).code)
         this = self.targets[target - 1]
         this.updated += 1
+        this.awaits_pass = True
         if this.updated == 2 and this.is_uncleared:  # told once
             self.clearing_notices.append(
                 "the second update has the gradients of the first too, which nothing has cleared: write "
@@ -684,20 +873,9 @@ class PiecewiseParallel(Parallel):
             self.tensor.guard(True)
 
     @property
-    def counts_its_samples(self) -> bool:
-        """True if no other rank counts the same samples, as those of a tensor group would."""
-        return self.comms.axes["tensor"].rank == 0
-
-    @property
-    def shares_updates(self) -> bool:
-        """True if each parameter is updated by one rank, and whole on all of them."""
-        return self.parts is None and self.owned.comm.size > 1
-
-    @property
     def notices(self) -> Sequence[str]:
         """Return what the person should know of how the models run."""
-        forwards = [] if self.tensor is None else self.tensor.forwards
-        split = [notice for forward in forwards for notice in forward.split.notices]
+        split = [] if self.tensor is None else self.tensor.notices()
         return [*self.placed.notices, *split, *self.buffers.notices, *self.clearing_notices]
 
     def held(self) -> dict[str, LocalShard]:
@@ -732,24 +910,28 @@ class PiecewiseParallel(Parallel):
             CollectiveError: another rank is at another piece.
             WorkloadError: the ranks' buffers have different shapes.
         """
-        self._note_reached()
-        self.counts_samples(True)
-        self._drop_early()
-        self.foresight.end_step()
-        if not may_skip_message:  # no backward pass may follow
-            self._check_late()
-        skips_message = may_skip_message and self._is_all_said()
-        is_stopping = not skips_message and self._agree_on_end(piece, is_asked_to_stop())
+        self._settle()
+        if self.may_keep_pace:
+            self.counts_samples(True)
+        if self.comms.step.size == 1:
+            self._read_all()
+            is_stopping = is_asked_to_stop()
+            if self.buffers.slots:
+                self.buffers.reduce(self.buffers.find_changed())
+                self.buffers.begin_step()
+        else:
+            # A loss that is not read belongs to this step.
+            skips_message = may_skip_message and self.is_end_said and not self.unread
+            is_stopping = not skips_message and self._agree_on_end(piece, is_asked_to_stop())
         self.is_end_said = False
-        self.reshard()
-        weight = sum(each.weight for each in self.losses)
-        loss = sum(each.loss for each in self.losses)
+        if self.sharded or self.parts is not None:
+            self.reshard()
+        weight = loss = 0.0
+        for each in self.losses:
+            weight += each.weight
+            loss += each.loss
         self.losses = []
         return Ended(weight, loss, is_stopping)
-
-    def _is_all_said(self) -> bool:
-        """Return whether the ranks have nothing to tell each other at the end of a step; equal on all of them."""
-        return self.is_end_said and not self.unread  # a loss that is not read belongs to this step
 
     def _has_more_to_say(self, is_stopping: bool) -> bool:
         """Return whether this rank has something to tell the others at the end of the step, as far as it knows."""
@@ -762,11 +944,11 @@ class PiecewiseParallel(Parallel):
     def _agree_on_end(self, piece: Piece, is_stopping: bool) -> bool:
         """Make buffers equal; return whether a rank was asked to stop."""
         self._say(piece)
-        self._write(_STOP, is_stopping)
+        self.said.write(_STOP, is_stopping)
         changed = self.buffers.find_changed()
         if any(changed):
             for place, flag in enumerate(changed, self.buffers_at):
-                self._write(place, flag)
+                self.said.write(place, flag)
         agreed = self._agree(piece)
         # Ranks of `tensor` change the same buffers: each change was counted by all of them.
         copies = self.comms.axes["tensor"].size
@@ -824,7 +1006,7 @@ class PiecewiseParallel(Parallel):
             return
         self._say(piece)
         sums = self._sum()
-        self.unread.append((piece, self._to_read(sums, sums.new_zeros(()))))
+        self.unread.append((piece, self._to_read(sums)))
         if sums.device.type == "cpu":
             self._read_all()
 
@@ -903,7 +1085,6 @@ class PiecewiseParallel(Parallel):
         self.is_closed = True
         super().close()
         for target in self.targets:
-            target.early.close()
             for sums in target.sums():
                 sums.close()
         for hook in self.hooks:
@@ -923,17 +1104,22 @@ class PiecewiseParallel(Parallel):
             parameter.requires_grad_(was_trained)
         return [self.known[parameter] for parameter in parameters.values()]
 
-    def _note_reached(self) -> None:
-        """Forget gradients to which backward passes of the loop's own have added this rank's samples."""
-        for parameter in self.reached:
-            known = self.known[parameter]
-            known.noted = known.summed = None
-            self.raw.add(parameter)
-        self.reached.clear()
+    def _settle(self) -> None:
+        """Before a piece: note what backward passes of the loop's own have reached, and end one that has raised."""
+        if self.reached:
+            for parameter in self.reached:
+                known = self.known[parameter]
+                known.noted = known.summed = None
+                self.raw.add(parameter)
+            self.reached.clear()
+        if self.raw:
+            self.raw = {parameter for parameter in self.raw if parameter.grad is not None}
+        if self.running is not None:
+            self._finish_failed()
 
     def _check_not_cleared(self, target: _Target) -> None:
         """Raise UsageError if the first backward pass reached an optimizer's parameters, and all gradients are gone."""
-        if target.updated or target.is_summed or any(each.parameter.grad is not None for each in target.known):
+        if not self.has_backward or any(each.parameter.grad is not None for each in target.known):
             return
         reached = {id(parameter) for parameter in self.last_reached}
         if not reached and len(self.targets) == 1:
@@ -951,8 +1137,10 @@ class PiecewiseParallel(Parallel):
 
     def _look_for_uncleared(self) -> None:
         """Find out whether the loop clears gradients between the first update of an optimizer and the second."""
+        self.looks_for_uncleared = False
         for target in self.targets:
-            if target.updated != 1:
+            self.looks_for_uncleared |= target.updated < 2
+            if target.updated != 1 or not target.awaits_pass:
                 continue
             gradients = [each.parameter.grad for each in target.known]
             if not all(gradient is not None and _values_of(local(gradient)).any() for gradient in gradients):
@@ -960,88 +1148,35 @@ class PiecewiseParallel(Parallel):
             elif any(each.summed is each.parameter.grad for each in target.known):  # else this step has added to them
                 target.is_uncleared = True
 
-    def _check_left_out(self) -> None:
-        if not self.is_doubtful:
-            return
+    def _left_out(self) -> LossError | None:
+        """Return an error if a loss that has no weight, and is not finite, has left such gradients on some rank."""
         self.is_doubtful = False
         for parameter, known in self.known.items():
             gradient = local_gradient(parameter)
             if gradient is not None and not _values_of(gradient).isfinite().all():
-                raise LossError(
+                return LossError(
                     "a loss with weight 0 should leave gradients as they are",
-                    f"it is NaN or infinite on this rank, and so is the gradient of {known.name}",
+                    f"it is NaN or infinite on a rank, and so is the gradient of {known.name}",
                     "divide by the number of labels or by 1 if there are none: loss.sum() / count.clamp(min=1)",
                 )
+        return None
 
-    def _begin_early(self) -> None:
-        """Let the sums that will follow this backward pass begin in it, as far as can be foreseen."""
-        numbers = self.foresight.next_sums()
-        if not numbers or self.parts is not None:  # a backward pass sums the gradients of parts
-            return
-        targets = self.targets if 0 in numbers else [self.targets[number - 1] for number in sorted(numbers)]
-        self.early = [target for target in targets if target.early.is_possible]
-        for target in self.early:
-            with self._as_trained(target):
-                target.replicate.begin_step(lambda: None)
-                target.early.begin()
-
-    def _end_early(self, calls: int) -> None:
-        for target in self.early:
-            target.early.end_backward()
-            calls += len(target.replicate.buckets)
-        self.is_mixed = self._calls() != calls
-
-    def _calls(self) -> int:
-        return self.comms.step.ledger.calls.total()
-
-    def _agree_on_early(self, piece: Piece, targets: Sequence[_Target], is_stopping: bool) -> bool:
-        """Return whether sums that began in the backward pass are, on all ranks, those of the gradients."""
-        self._say(piece)
-        self._write(_STOP, self._has_more_to_say(is_stopping))
-        wanted = [target for target in self.early if target in targets and target.early.is_begun]
-        is_current = all(target.early.is_current() and not target.early.is_kept for target in wanted)
-        self._write(_OTHERS, self.is_mixed or not is_current)
-        self.said.begin()
-        for target in self.early:  # in the order in which they began
-            target.early.finish()
-        agreed = self._read_with_earlier(piece, self._finish_sum())
-        self.is_end_said = not agreed.is_stopping  # here: no rank has more to say
-        if agreed.has_others:
-            self.foresight.was_wrong()
-        return not agreed.has_others
-
-    def _check_late(self) -> None:
-        """Raise UsageError if the newest update was made without a change of gradients that the loop made."""
-        for target in self.targets:
-            target.early.check_late()
-
-    def _drop_early(self) -> None:
-        """Wait for sums that are not needed."""
-        for target in self.early:
-            target.early.finish()
-            if target.early.is_begun:
-                target.early.forget()
-                self.foresight.was_wrong()
-        self.early = []
-
-    def _reduce(self, target: _Target, is_early: bool) -> None:
+    def _reduce(self, target: _Target) -> None:
         # A parameter of two optimizers may have a sum already.
         self._count_once(target)
         with self._as_trained(target):
-            if is_early:
-                target.early.install()
-            else:
-                target.early.forget()
-                for sums in target.sums():
-                    sums.begin_step(lambda: None)
-                    sums.reduce_gradients()
-        target.is_summed = True
+            for sums in target.sums():
+                sums.begin_step(_no_scale)
+                sums.reduce_gradients()
         self.gradient_hooks.call(target.parameters.values())
+        self._note_summed(target)
+
+    def _note_summed(self, target: _Target) -> None:
+        """Remember that the gradients of an optimizer's parameters are sums."""
+        target.is_summed = True
         for known in target.known:
             known.is_unsummed = False
-            gradient = known.parameter.grad
-            if gradient is not None:
-                known.summed = gradient
+            known.summed = known.parameter.grad
 
     @contextmanager
     def _as_trained(self, target: _Target) -> Iterator[None]:
@@ -1098,10 +1233,6 @@ class PiecewiseParallel(Parallel):
                 continue
             raise _made_elsewhere(known.name)
 
-    def _place(self, number: int) -> int:
-        """Return the place of one of this rank's numbers in the message."""
-        return self.ranks_at + _PER_RANK * self.comms.step.rank + number
-
     @property
     def reducers(self) -> list[Reducer]:
         """Return what sums messages."""
@@ -1109,28 +1240,31 @@ class PiecewiseParallel(Parallel):
         return [message.reducer for message in messages]
 
     def _say(self, piece: Piece) -> None:
-        self._take_coming()  # of a backward pass that has failed
+        if self.running is not None or self.coming is not None:  # of a backward pass that has raised
+            self._finish_failed()
+            if self.coming is not None:
+                self._take_coming()
         # A loss is the device's, and so is the digest of what models are called with under `tensor`.
         is_of_host = piece.call != BACKWARD and self.tensor is None
         self.said = self.on_host if is_of_host else self.on_device
         self.said.clear()
-        self._write(self._place(_CODE), piece.code)
-        self._write(self._place(_CHECK), piece.check)
+        self.said.write(self.own_at + _CODE, piece.code)
+        self.said.write(self.own_at + _CHECK, piece.check)
+        if self.done:
+            self.said.write(self.own_at + _DONE, zlib.crc32(repr(self.done).encode()) + 1)
+        self.last_done, self.done = self.done, []
         if self.tensor is not None:
-            self._write(self._place(_ARGUMENTS), self.tensor.take_digest())
+            self.said.write(self.own_at + _ARGUMENTS, self.tensor.take_digest())
 
     def _meet_on_host(self, piece: Piece) -> None:
         """Find out whether all ranks are at a piece, before the device is given what waits for the others' devices."""
-        if self.on_host is self.on_device or self.comms.step.size == 1 or self.tensor is not None:
+        if self.comms.step.size == 1 or self.tensor is not None:
             return
         self.said = self.on_host
         self.said.clear()
-        self._write(self._place(_CODE), piece.code)
-        self._write(self._place(_CHECK), piece.check)
+        self.said.write(self.own_at + _CODE, piece.code)
+        self.said.write(self.own_at + _CHECK, piece.check)
         self._check_same(piece, self._by_rank(self._sum().tolist()))
-
-    def _write(self, place: int, value: torch.Tensor | float) -> None:
-        self.said.write(place, value)
 
     def _agree(self, piece: Piece) -> Agreed:
         """Add up the ranks' messages, and check that all are at the same piece.
@@ -1149,15 +1283,12 @@ class PiecewiseParallel(Parallel):
     def _finish_sum(self) -> torch.Tensor:
         return self.said.finish()
 
-    def _to_read(self, sums: torch.Tensor, is_left_out: torch.Tensor | None) -> Callable[[], list[float]]:
+    def _to_read(self, sums: torch.Tensor) -> Callable[[], list[float]]:
         """Return what reads these numbers once they are there; a device goes on meanwhile with what comes after."""
         if sums.device.type == "cpu":
-            return lambda: [*sums.tolist(), float(is_left_out or 0.0)]
-        if is_left_out is None:
-            is_left_out = sums.new_zeros(1)
-        copy = HostCopy(sums.numel() + 1, sums.dtype, sums.device)
-        numbers = torch.cat([sums, is_left_out.reshape(1)])
-        copy.begin(lambda: numbers)
+            return sums.tolist  # type: ignore[no-any-return]
+        copy = HostCopy(sums.numel(), sums.dtype, sums.device)
+        copy.begin(lambda: sums)
         return copy.read
 
     def _read_with_earlier(self, piece: Piece, sums: torch.Tensor) -> Agreed:
@@ -1175,15 +1306,18 @@ class PiecewiseParallel(Parallel):
         unread = self.unread
         self.unread = []
         for piece, read in unread:
-            *sums, is_left_out = read()
-            self.is_doubtful |= is_left_out > 0
-            self.losses.append(self._read(piece, sums))
+            agreed = self._read(piece, read())
+            if piece.call == BACKWARD:
+                self.losses.append(agreed)
 
     def _read(self, piece: Piece, sums: Sequence[float]) -> Agreed:
-        weight, loss, stop, others = sums[: self.ranks_at]
+        weight, loss, stop, left_out = sums[: self.ranks_at]
         by_rank = self._by_rank(sums)
-        self._check_same(piece, by_rank)
-        if any(numbers[_BAD] for numbers in by_rank):
+        is_bad = self._check_same(piece, by_rank)
+        self.is_doubtful |= left_out > 0
+        if piece.call in (BACKWARD, REDUCE):
+            self.is_end_said = not stop  # no rank has more to say
+        if is_bad:
             raise self._bad(piece, by_rank)
         if piece.call == BACKWARD and weight <= 0:
             raise LossError(
@@ -1195,8 +1329,7 @@ class PiecewiseParallel(Parallel):
             self._check_alike(SPLIT, [numbers[_ARGUMENTS] for numbers in by_rank])
             if piece.call in _MAY_DIFFER:
                 self._check_alike(piece.call, [numbers[_ALIKE] for numbers in by_rank])
-        changed = sums[self.buffers_at :]
-        return Agreed(weight, loss, stop > 0, others > 0, [round(count) for count in changed])
+        return Agreed(weight, loss, stop > 0, list(map(round, sums[self.buffers_at :])))
 
     def _bad(self, piece: Piece, by_rank: Sequence[Sequence[float]]) -> PacelineError:
         """Return the error of the ranks that say that something is bad."""
@@ -1217,11 +1350,25 @@ class PiecewiseParallel(Parallel):
 
     def _by_rank(self, sums: Sequence[float]) -> list[Sequence[float]]:
         """Return the numbers of each rank."""
-        return [sums[start : start + _PER_RANK] for start in range(self.ranks_at, self.buffers_at, _PER_RANK)]
+        by_rank = []
+        for start in range(self.ranks_at, self.buffers_at, _PER_RANK):
+            by_rank.append(sums[start : start + _PER_RANK])
+        return by_rank
 
-    def _check_same(self, piece: Piece, by_rank: Sequence[Sequence[float]]) -> None:
+    def _check_same(self, piece: Piece, by_rank: Sequence[Sequence[float]]) -> bool:
+        """Check that all ranks are at the same piece; return whether one says that something is bad."""
+        is_bad = False
         mine = piece.code
-        for rank, (code, check, *_) in zip(self.comms.step.peers, by_rank, strict=True):
+        done = by_rank[self.comms.step.rank][_DONE]
+        for rank, numbers in zip(self.comms.step.peers, by_rank, strict=True):
+            code, check = numbers[_CODE], numbers[_CHECK]
+            if numbers[_DONE] != done:
+                raise CollectiveError(
+                    "every rank should call the same pieces of a step, in the same order",
+                    f"before this one, where it {_shown(mine)}, this rank {_listed(self.last_done)}; rank {rank} did "
+                    "something else",
+                    _fix(piece, int(code)),
+                )
             if code != mine:
                 raise CollectiveError(
                     "every rank should call the same pieces of a step, in the same order",
@@ -1231,6 +1378,8 @@ class PiecewiseParallel(Parallel):
             if check != piece.check:
                 what, fix = piece.differs
                 raise CollectiveError(what, f"those of rank {rank} are not those of this rank", fix)
+            is_bad |= bool(numbers[_BAD])
+        return is_bad
 
     def _check_alike(self, call: int, numbers: Sequence[float]) -> None:
         """Check what is equal on the ranks of `tensor`, which see the same samples.
@@ -1303,9 +1452,29 @@ def _lost_write() -> UsageError:
     )
 
 
+def _no_scale() -> None:
+    """Return that gradients are those of the mean already."""
+
+
+def _copies_of(parameters: Iterable[torch.nn.Parameter]) -> dict[torch.nn.Parameter, torch.Tensor]:
+    """Return copies of the gradients that these parameters have."""
+    copies = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            copies[parameter] = parameter.grad.clone()
+    return copies
+
+
+def _listed(codes: Sequence[int]) -> str:
+    """Return what a rank has done, such as `updates (optimizer 1)`."""
+    return ", ".join(map(_shown, codes)) or "did nothing"
+
+
 def _shown(code: int) -> str:
     call, target = divmod(code, _MOST_OPTIMIZERS)
     which = ""
+    if call == BACKWARD:
+        return _CALLS[call] + (" inside job.accumulate" if target else "")
     if target:
         which = f" (model {target})" if call in (CALL, SPLIT) else f" (optimizer {target})"
     return f"{_CALLS.get(call, 'does something else')}{which}"

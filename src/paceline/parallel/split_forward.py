@@ -475,6 +475,10 @@ class SplitForwards:
         self.calls = 0
         self.arguments = torch.zeros((), dtype=torch.float64, device=device)
 
+    def notices(self) -> list[str]:
+        """Return what the person should know of how the models run."""
+        return [notice for forward in self.forwards for notice in forward.split.notices]
+
     def note(self, digest: torch.Tensor) -> None:
         """Take a call's arguments into a number that ranks with the same samples compare later.
 

@@ -118,12 +118,17 @@ class AloneInPieces(PiecewiseParallel):
 
     recorder: LoopAllocations | None = None  # None while the job is made
     backwards = 0
-    counts_its_samples = True  # nobody else does
 
-    def backward(self, own: OwnLoss, piece: Piece, keeps_pace: bool, retain_graph: bool) -> None:
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.counts_its_samples = True  # nobody else does
+
+    def backward(
+        self, own: OwnLoss, piece: Piece, keeps_pace: bool, retain_graph: bool, is_stopping: bool = False
+    ) -> None:
         """Count it, and name the gradients that it has made."""
         self.backwards += 1
-        super().backward(own, piece, keeps_pace, retain_graph)
+        super().backward(own, piece, keeps_pace, retain_graph, is_stopping)
         self._name_gradients()
 
     def _check_weights(self, found: float, expected: int) -> None:
@@ -221,7 +226,7 @@ class AloneInPieces(PiecewiseParallel):
         if self.recorder is None:
             return sums
         ranks = self.comms.step.size
-        own = self._place(0)
+        own = self.own_at
         with self.recorder.paused():
             each = (self.buffers_at - self.ranks_at) // ranks
             sums[self.ranks_at : self.buffers_at] = sums[own : own + each].repeat(ranks)

@@ -41,10 +41,7 @@ class CollectiveSteps:
         """True if this rank takes part in writing checkpoints."""
         return True
 
-    @property
-    def holds_replicas(self) -> bool:
-        """True if ranks hold the same tensors at the same step."""
-        return True
+    holds_replicas = True  # ranks hold the same tensors at the same step
 
     @property
     def saved_mesh(self) -> str:
@@ -89,12 +86,14 @@ class CollectiveSteps:
 
     def begin_step(self) -> None:
         """Raise PlanError if the optimizer can't update what it was given since the last step."""
-        self.job.assembly.check_later_parameters()
+        if self.job.assembly.later_parameters is not None:
+            self.job.assembly.check_later_parameters()
 
     def end_step(self, batch: Batch) -> None:
         """Go to the next step."""
         job = self.job
-        step_all(job.scheduler)
+        if job.scheduler is not None:
+            step_all(job.scheduler)
         job.step_number += 1
         job.position = batch.positions.stop
         job.loader.note(batch)

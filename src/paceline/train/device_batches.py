@@ -36,6 +36,9 @@ Facts = TypeVar("Facts")
 def moved(batch: Any, device: torch.device, to_float64: bool) -> Any:
     """Return `batch` with its tensors on `device`; floating ones in float64 if `to_float64`."""
 
+    if device.type == "cpu" and not to_float64:
+        return batch  # it is there
+
     def move(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device, wide_dtype(tensor.dtype) if to_float64 else None, non_blocking=True)
 

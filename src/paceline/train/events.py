@@ -163,7 +163,9 @@ def _opened(path: Path) -> FileIO:
         raise UsageError(f"the job should write its events to {path}", found, how_to_write(error)) from None
 
 
+MEMORY_UNIT = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, KiB on Linux
+
+
 def peak_memory_bytes() -> int:
     """Return the largest resident set that this process has had."""
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, KiB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MEMORY_UNIT

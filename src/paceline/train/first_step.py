@@ -93,12 +93,14 @@ class FirstStep:
     """The comparison of a job: due, under way, or done.
 
     Attributes:
+        is_active: it is not done.
         is_due: the next step is to be compared.
         has_differed: the step was not that of one process, and nothing may be saved.
         process: takes the step too; None where none does.
     """
 
     def __init__(self) -> None:
+        self.is_active = True
         self.is_due = True
         self.has_differed = False
         self.process: ForkedProcess | None = None
@@ -129,7 +131,7 @@ class FirstStep:
         states = _states(job)
         if job.parallel.has_gradients:
             self.recorder = _Gradients()
-            job.parallel.observers.observers.append(self.recorder)
+            job.parallel.add_observer(self.recorder)
         self.began_at, self.began_s = job.step_number, job.clock.now_s()
         if job.rank == 0:
             self.shared = _shared(self.forms, states)
@@ -214,7 +216,7 @@ class FirstStep:
         found: dict[str, torch.Tensor] = {}
         gradients: dict[str, LocalTensor] = {}
         if self.recorder is not None:
-            job.parallel.observers.observers.remove(self.recorder)
+            job.parallel.remove_observer(self.recorder)
             gradients = self.recorder.parts(job)
             self.recorder = None
         flags = torch.tensor([int(name in gradients) for name in forms])
@@ -244,6 +246,7 @@ class FirstStep:
             WorkloadError: the step is not that of one process.
         """
         if self.process is None:
+            self.is_active = self.is_due or bool(self.forms)
             return
         if waits and self.forms:  # the ranks will make no more of the step
             self.forms = {}

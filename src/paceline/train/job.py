@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -53,7 +55,7 @@ from paceline.train.collective_steps import CollectiveSteps
 from paceline.train.count_memory import count_memory
 from paceline.train.data import Batch, no_data, open_data
 from paceline.train.device_batches import moved
-from paceline.train.events import FOLDER, VERSION, open_events, peak_memory_bytes, restart_fact
+from paceline.train.events import FOLDER, MEMORY_UNIT, VERSION, open_events, restart_fact
 from paceline.train.first_step import FirstStep, finish_pending
 from paceline.train.generate_job import generate_with, whole_model
 from paceline.train.kept import SETTINGS, KeptObjects
@@ -67,7 +69,7 @@ from paceline.train.precision import autocast
 from paceline.train.replicas import Replicas, Shared, numbers_of_groups
 from paceline.train.seed import random_state, restore_random_state, seed_everything
 from paceline.train.servers import ServerSteps
-from paceline.train.step import train_step
+from paceline.train.step import StepResult, train_step
 from paceline.train.step_board import CLOSE, StepBoard
 from paceline.train.step_profiler import StepProfiler
 from paceline.train.times_file import TimesFile
@@ -204,6 +206,7 @@ class Job:
     is_closing: bool = False
     scheduled: list[Any] | None = None  # how often the schedulers have stepped, as far as `step` knows
     has_taken: bool = False  # the loop has taken batches of the job
+    has_begun: bool = False  # a step
 
     def __init__(self, workload: Workload, plan: Plan, clock: Clock | None = None) -> None:
         api.check_own_process()
@@ -354,48 +357,37 @@ class Job:
             'step 100, loss 0.000'
         """
         self._check_may_step()
-        self._check_scheduled()
+        if self.scheduler is not None:
+            self._check_scheduled()
         # A rank that waits in `save` or `load` for this one sees on the board that it went on.
-        self.board.begin_step()
+        self.has_begun = True
+        if self.board.memory is not None:
+            self.board.begin_step()
         self._finish_step()
         self.steps.begin_step()
-        began_s = self.clock.now_s()
-        sent_before = self.ledger.total_bytes
+        self.began_s = self.clock.now_s()
+        self.sent_before = self.ledger.total_bytes
         self.is_stepping = True
-        is_own = not isinstance(batch, Batch)
-        if not is_own and 0 <= batch.positions.start < self.position and self.plan.strategy == "collectives":
+        if not isinstance(batch, Batch):
+            batch = self._own_batch(batch)
+        elif 0 <= batch.positions.start < self.position and self.plan.strategy == "collectives":
             self._tell(["job.step was handed a batch again: it is trained on once more, and the data does not go on"])
-        if is_own:
-            self._check_own_batch()
-            tensors = moved(batch, self.device, self.workload.precision == "float64")
-            batch = Batch([tensors], range(self.position, self.position))  # the position in the data order stays
         if self.before_update is not None:
             self.before_update.step = self.step_number
-        self.first_step.begin(self, batch)
-        try:
-            with self.paths.watched():
-                stats, norm, is_skipped = train_step(
-                    batch.microbatches,
-                    self.parallel,
-                    self.optimizer,
-                    (self._is_asked_to_stop(), batch.longest),
-                )
-        except PacelineError as error:
-            rank = self.rank if error.rank is None else error.rank
-            raise error.at(rank=rank, step=self.step_number + 1) from error.__cause__
-        self.first_step.step_taken(self)
+        stats, norm, is_skipped = self._train(batch)
         self.steps.end_step(batch)
-        self.scheduled = schedulers.counts_of(self.scheduler)
+        if self.scheduler is not None:
+            self.scheduled = schedulers.counts_of(self.scheduler)
         self.last = StepRecord(
             self.step_number,
             self.position,
             stats.mean,
             stats.weight,
             len(batch.positions),
-            round(self.clock.now_s() - began_s, 6),
-            self.ledger.total_bytes - sent_before,
+            round(self.clock.now_s() - self.began_s, 6),
+            self.ledger.total_bytes - self.sent_before,
             norm,
-            peak_memory_bytes(),
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MEMORY_UNIT,
             is_skipped,
             None if self.parallel.loss_scale is None else self.parallel.loss_scale.value,
         )
@@ -403,12 +395,28 @@ class Job:
         self.unchecked = True
         self._tell(self.parallel.notices)
         self._write_step()
-        self.first_step.poll(self)
+        if self.first_step.is_active:
+            self.first_step.poll(self)
         if self.saves_late:
             self.late = stats.is_stopping
         else:
             self._save_if_due(stats.is_stopping)
         return stats.mean
+
+    def _train(self, batch: Batch) -> StepResult:
+        """Take the step of a batch, which one process may take too, to compare the first."""
+        if self.first_step.is_active:
+            self.first_step.begin(self, batch)
+        control = (self._is_asked_to_stop(), batch.longest)
+        try:
+            with self.paths.watched() if self.paths.is_watching else nullcontext():
+                result = train_step(batch.microbatches, self.parallel, self.optimizer, control)
+        except PacelineError as error:
+            rank = self.rank if error.rank is None else error.rank
+            raise error.at(rank=rank, step=self.step_number + 1) from error.__cause__
+        if self.first_step.is_active:
+            self.first_step.step_taken(self)
+        return result
 
     def backward(self, *arguments: Any, **named: Any) -> None:
         """Raise UsageError: `step` runs the loss of the workload and its backward pass."""
@@ -446,14 +454,17 @@ class Job:
     def _write_step(self) -> None:
         """Write the record of the last step, and where its time went."""
         assert self.last is not None
+        if self.run_dir is None and not self.workload.sinks:
+            return  # nobody reads what a step has done
         times = self.times_file.end_step(self.step_number)
         if self.events.is_open:
             self.events.write({**self.last.to_json(), "times": times})
         # Every rank knows whether somebody reads events: all take part, or none.
-        if self.step_number % _LOADS_EVERY == 0 and (self.run_dir is not None or self.workload.sinks):
+        if self.step_number % _LOADS_EVERY == 0:
             for load in self.parallel.expert_loads():
                 self.events.write(load.to_json(self.step_number))
-        self.profiler.step_ended(self.step_number)
+        if self.profiler.steps is not None:
+            self.profiler.step_ended(self.step_number)
         if self.run_dir is not None and self.times_file.steps == _COUNTED_STEP:
             content = count_memory(self.models(), self.optimizer, self.device)
             write_memory(self.run_dir, self.rank, {"step": self.step_number, **content})
@@ -1137,14 +1148,14 @@ class Job:
         if self.step_number != self.loaded_step or self.last is not None or is_apart or self._is_asked_to_stop():
             return
         found = "the file ended, and its loop was not entered"
-        if self.has_taken or self.board.begun:
+        if self.has_taken or self.has_begun:
             found = "the loop took batches, and trained on none"
-            if self.board.begun:
+            if self.has_begun:
                 found = "job.backward was called, and no optimizer stepped"
         elif self.board.has_met:  # it evaluates, say
             return
         # A resumed loop may find that nothing is left once it has taken a batch.
-        if not self.loaded_step or self.board.begun:
+        if not self.loaded_step or self.has_begun:
             raise UsageError(
                 f"the job should train: {where}",
                 f"0 steps were taken: {found}",
@@ -1152,7 +1163,8 @@ class Job:
             ).at(rank=self.rank)
 
     def _check_may_step(self) -> None:
-        api.check_own_process()
+        if os.getpid() != self.process:
+            api.check_own_process()
         if self.closed_step is not None:
             raise UsageError(
                 f"can't take step {self.step_number + 1} of the job",
@@ -1160,6 +1172,12 @@ class Job:
                 "call job.close() after the last step, or leave it out, since the end of the file closes the job; to "
                 "save on the way, write job.save(FOLDER)",
             ).at(rank=self.rank, step=self.step_number + 1)
+
+    def _own_batch(self, batch: Any) -> Batch:
+        """Return a batch that the training loop made itself as one of the job's; the position in the data stays."""
+        self._check_own_batch()
+        tensors = moved(batch, self.device, self.workload.precision == "float64")
+        return Batch([tensors], range(self.position, self.position))
 
     def _check_own_batch(self) -> None:
         """Check a batch that the training loop made itself; with the first, say what it changes."""
@@ -1268,9 +1286,12 @@ class Job:
         """
         if self.unchecked:
             self.unchecked = False
-            self.board.begin_collective()
-            self.paths.end_step()
-            self._compare_ranks(now=self.step_number == self.total_steps)  # a short job may save nothing
+            if self.board.memory is not None:
+                self.board.begin_collective()
+            if self.paths.is_watching:
+                self.paths.end_step()
+            if self.size > 1:
+                self._compare_ranks(now=self.step_number == self.total_steps)  # a short job may save nothing
         late, self.late = self.late, None
         if late is not None:
             self._save_if_due(late)

@@ -91,6 +91,7 @@ class LoopAlone:
         job.backward, job.clip, job.gradients = self._backward, self._clip, self._gradients
         job.all_reduce = job.all_gather = lambda tensor, *arguments, **named: tensor.clone()
         job.gathered = nullcontext
+        job.accumulate = lambda when=True: nullcontext()
         job.copy_weights = lambda source, target: target.load_state_dict(source.state_dict())
         job.end_step = job.settle = job.notice = lambda *arguments, **named: None
         for name in _ENDS:

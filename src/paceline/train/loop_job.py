@@ -18,6 +18,7 @@ import copy
 import dataclasses
 import math
 import os
+import resource
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,7 +42,7 @@ from paceline.nouns.parts import check_sinks, shown
 from paceline.nouns.plan import Plan
 from paceline.nouns.record import StepRecord
 from paceline.nouns.sink import MakeSink
-from paceline.parallel.apply import Parallel
+from paceline.parallel.apply import FOLLOWED_STEPS, Parallel
 from paceline.parallel.effects import GRAPHS, REPLICAS, SHARDS, check_effects
 from paceline.parallel.model_adapter import EagerAdapter, ModelAdapter
 from paceline.parallel.optimizer_parts import contains, groups_of, parts_of
@@ -55,7 +56,7 @@ from paceline.train.count_on import Counted
 from paceline.train.data import RankLoader
 from paceline.train.data_workers import AtHand
 from paceline.train.device_batches import on_device
-from paceline.train.events import peak_memory_bytes
+from paceline.train.events import MEMORY_UNIT
 from paceline.train.job import Job, check_is_first, newest
 from paceline.train.loop_alone import LoopAlone
 from paceline.train.loop_loader import CutLoader, Part, Place, first_of, load_pass
@@ -347,8 +348,7 @@ class LoopJob(Job):
     def _check_as_handed_in(self) -> None:
         """Raise WorkloadError where a model was changed between `prepare` and the first step."""
         before, self.as_handed_in = self.as_handed_in, None
-        if before is None:
-            return
+        assert before is not None
         updated = {
             parameter for each in self.objects.optimizers for parameter in updated_by(each, self._named()).values()
         }
@@ -377,7 +377,8 @@ class LoopJob(Job):
                     "call job.backward(loss) before optimizer.step(), without a closure",
                 )
             self._reduce(number)
-            self.first_step.update_of_loop(self, number)
+            if self.first_step.is_active:
+                self.first_step.update_of_loop(self, number)
             self.parallel.begin_update(optimizer, number)
             TIMES.switch(OPTIMIZER)
 
@@ -396,7 +397,11 @@ class LoopJob(Job):
         """Refuse updates by an optimizer that the job has not: its gradients would be those of this rank alone."""
         this = weakref.ref(self)
 
+        own = {id(optimizer) for optimizer in self.objects.optimizers}
+
         def before(optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            if id(optimizer) in own:
+                return
             job = this()
             if job is not None and newest() is job and job.closed_step is None:
                 job._check_is_own(optimizer)
@@ -502,7 +507,8 @@ class LoopJob(Job):
         """Add the gradient of the mean loss over all ranks to the parameters' gradients.
 
         As `loss.backward()` it adds to what is there: call it as often as the loop needs, for parts of a batch or for
-        several losses. Gradients become sums over the ranks with `optimizer.step()`, `clip` or `gradients`.
+        several losses. With one optimizer gradients are summed over the ranks while they are made, but for passes
+        inside `accumulate`. Otherwise they become sums with `optimizer.step()`, `clip` or `gradients`.
 
         Args:
             loss: one number, a mean over what this rank has of the batch.
@@ -531,9 +537,11 @@ class LoopJob(Job):
         """
         with self._located():
             _check_loss(loss)
-            _check_share(share)
-        retain_graph = arguments.flag("job.backward", "retain_graph", retain_graph)
-        factor = factor_of(loss)
+            if type(share) is not float or share != 1:
+                _check_share(share)
+        if retain_graph is not False:
+            retain_graph = arguments.flag("job.backward", "retain_graph", retain_graph)
+        factor = factor_of(loss) if self.scalers else None
         found = self.taken.of_loss(loss, self._may_follow())
         self._begin_piece(found)
         self.is_scaled |= factor is not None
@@ -543,13 +551,47 @@ class LoopJob(Job):
         if self.cut is not None:
             self.cut.is_idle = False
         with self._located():
-            self._check_told(found, weight)
+            if self.taken.is_ahead:
+                self._check_told(found, weight)
             own = self._weighted(loss, found, weight, factor)
         self.taken.note_trained(found)
-        keeps_pace = bool(found.batches) and all(taken.part.keeps_pace for taken in found.batches)
-        piece = Piece(BACKWARD, 0, found.check, _OTHER_BATCHES)
+        keeps_pace = bool(found.batches)
+        for taken in found.batches:
+            keeps_pace &= taken.part.keeps_pace
+        piece = Piece(BACKWARD, int(self.parallel.is_accumulating), found.check, _OTHER_BATCHES)
         with self._located(), Timed(BACKWARD_TIME):
-            self.parallel.backward(own, piece, keeps_pace, retain_graph)
+            self.parallel.backward(own, piece, keeps_pace, retain_graph, self._is_asked_to_stop())
+
+    @contextmanager
+    def accumulate(self, when: bool = True) -> Iterator[None]:
+        """Leave gradients of the backward passes inside to this rank: a later one outside sums them with its own.
+
+        Write it around every backward pass of an accumulation but the last, on every rank, as DDP's `no_sync`. Without
+        it the result is the same, and each pass communicates. With several optimizers, and under `shard` with zero=2 or
+        3 and `tensor`, it changes nothing.
+
+        Args:
+            when: whether to do so; False does nothing, so that one line serves all passes.
+
+        Yields:
+            Nothing: the `with` has no value.
+
+        Raises:
+            UsageError: `when` is neither True nor False.
+
+        Examples:
+            >>> model = torch.nn.Linear(4, 1)
+            >>> job, model, optimizer = paceline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> for number in range(4):
+            ...     with job.accumulate(number < 3):
+            ...         job.backward(model(torch.ones(8, 4)).mean() / 4, weight=8)
+            >>> optimizer.step()
+        """
+        if arguments.flag("job.accumulate", "when", when):
+            with self.parallel.accumulate():
+                yield
+        else:
+            yield
 
     def _weighted(self, loss: torch.Tensor, found: Found, weight: Any, factor: torch.Tensor | None) -> OwnLoss:
         """Return the loss with its weight: that of its batches where the loop has handed in none."""
@@ -915,14 +957,16 @@ class LoopJob(Job):
 
     def take(self, part: Part | None, batch: Any = None) -> None:
         """Note the batch that the loop gets, as it is on the device; None: it has none."""
-        self.parallel.counts_samples(part is None or not part.keeps_pace)
+        if self.parallel.may_keep_pace:
+            self.parallel.counts_samples(part is None or not part.keeps_pace)
         if part is None:
             self.taken.end_pass()
             self.batches_a_step = 1
         else:
             assert self.cut is not None
             self.has_taken = True
-            self._return()
+            if self.return_to is not None:
+                self._return()
             self.taken.take(part, (self.cut.number, self.cut.batch - 1), batch)
         if self.taken.is_ahead and self.marks is None:
             self.marks = BatchMarks(self.taken, self._may_follow, self._begin_call)
@@ -931,9 +975,9 @@ class LoopJob(Job):
 
     def _return(self) -> None:
         """Be as the checkpoint was, at the place to which the job has gone back."""
-        if self.return_to is not None:
-            self.return_to()
-            self.returned_to, self.return_to = self.return_to, None
+        assert self.return_to is not None
+        self.return_to()
+        self.returned_to, self.return_to = self.return_to, None
 
     def end_step(self, goes_on: bool = False) -> None:
         """End the step if an optimizer has updated in it: make buffers equal, save what is due. Collective.
@@ -945,20 +989,29 @@ class LoopJob(Job):
             Stopped: the job was asked to stop; it has been saved.
             CollectiveError: another rank is at another piece, or ranks differ.
         """
-        self._finish_step()
+        if self.late is not None:
+            self._finish_step()
         if self.is_updated:
             is_stopping = self._end_step(goes_on)
             self._save_if_due(is_stopping)
             self._begin_timing()
+
+    def begin_batch(self) -> bool:
+        """End the step before a batch; return whether this is the process that takes the first step by itself."""
+        self.end_step(goes_on=True)
+        if self.first_step.is_active:
+            self.alone = self.first_step.begin_loop(self)
+        return self.alone is not None
 
     def _end_step(self, goes_on: bool = False) -> bool:
         """End the step but for its checkpoint, and return whether the job is to stop after it. Collective."""
         self.is_updated = False
         every = self.plan.checkpoint_every
         # The collectives of a comparison, and of a checkpoint, want every rank there.
-        is_compared = self.replicas.is_due(self.step_number, self.step_number - self.loaded_step)
+        is_compared = self.size > 1 and self.replicas.is_due(self.step_number, self.step_number - self.loaded_step)
         is_saved = bool(every and self.step_number % every == 0)
-        self.board.begin_collective()
+        if self.board.memory is not None:
+            self.board.begin_collective()
         with self._located(self.step_number):
             ended = self.parallel.end_step(
                 Piece(END), self._is_asked_to_stop, goes_on and not is_compared and not is_saved
@@ -973,26 +1026,30 @@ class LoopJob(Job):
             round(now_s - self.began_s, 6),
             self.ledger.total_bytes - self.sent_before,
             self.norm,
-            peak_memory_bytes(),
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MEMORY_UNIT,
             self.is_skipped,
             self.scalers[0].scaler.get_scale() if self.is_scaled else None,
         )
-        self.first_step.end_of_loop_step(self)
-        self._tell_length()
+        if self.first_step.is_active:
+            self.first_step.end_of_loop_step(self)
+        if self.step_number == self.loaded_step + 1:
+            self._tell_length()
         self._tell(self.parallel.notices)
         self._write_step()
-        self.first_step.poll(self)
+        if self.first_step.is_active:
+            self.first_step.poll(self)
         self.norm = None
         self.is_scaled = self.is_skipped = False
         self.usual_updates = len(self.stepped)
         self.stepped.clear()
         self.taken.end_step()
-        if self.parallel.observers.observers:
+        if self.parallel.is_observed:
             self.parallel.observers.parameters_updated(self.parallel.named(), self.optimizer)
         if self.paths.is_watching:
             self.paths.end_step()
             self.paths.watch()
-        self._compare_ranks()
+        if self.size > 1:
+            self._compare_ranks()
         self._begin_timing()
         return ended.is_stopping
 
@@ -1012,13 +1069,14 @@ class LoopJob(Job):
         batches = None if self.cut is None else self.cut.batches_left()
         taken = self.taken
         # A step may have taken none: the loop counts passes, and makes its batches itself.
-        if self.step_number == self.loaded_step + 1 and batches is not None and taken.updated:
+        if batches is not None and taken.updated:
             self.total_steps = self.step_number + (batches + len(taken.waiting)) // len(taken.updated)
             self.events.write({"event": "own_batches", "total_steps": self.total_steps})
 
     def _begin_piece(self, found: Found) -> None:
         self._check_may_step()
-        self._check_as_handed_in()
+        if self.as_handed_in is not None:
+            self._check_as_handed_in()
         if not found.batches or (self.is_updated and found.is_fresh):
             # Without a loader, and in a loop that has taken the next batch before, the backward pass begins a step.
             self.end_step(goes_on=True)
@@ -1027,13 +1085,16 @@ class LoopJob(Job):
             self.return_to = None
         self._begin_step()
         self._follow_groups()
-        self.parallel.follow_hooks(self.objects.optimizers)
+        if self.parallel.followed_steps < FOLLOWED_STEPS:
+            self.parallel.follow_hooks(self.objects.optimizers)
 
     def _follow_groups(self) -> None:
         """Take in parameters that an optimizer was given since, or has in place of others."""
         for number, optimizer in enumerate(self.objects.optimizers, 1):
             parameters: list[int] = []
-            for group in groups_of(optimizer):
+            # Those of torch have no parts.
+            is_torch = type(optimizer).__module__.startswith("torch.optim.")
+            for group in optimizer.param_groups if is_torch else groups_of(optimizer):
                 parameters.extend(map(id, group["params"]))
             if parameters != self.grouped.get(number, parameters):
                 check_parameters(self._named().values(), [optimizer])
@@ -1043,16 +1104,20 @@ class LoopJob(Job):
     def _begin_step(self) -> None:
         if self.is_stepping or self.is_updated:
             return
-        self._finish_step()  # the loop goes on with the batch of a step that an evaluation has ended
+        if self.late is not None:  # the loop goes on with the batch of a step that an evaluation has ended
+            self._finish_step()
         self.is_stepping = True
         # A rank that waits in `save` or `load` for this one sees on the board that it went on.
-        self.board.begin_step()
+        self.has_begun = True
+        if self.board.memory is not None:
+            self.board.begin_step()
 
     def _reduce(self, target: int) -> None:
         self._check_may_step()
         self._begin_step()
         self._follow_groups()
-        self.board.begin_collective()
+        if self.board.memory is not None:
+            self.board.begin_collective()
         with self._located():
             self.parallel.reduce(Piece(REDUCE, target), self._is_asked_to_stop())
 
@@ -1201,12 +1266,10 @@ class LoopLoader:
         arrived = on_device(loaded, self.job.device, self.job.to_float64, at_hand)
         for part, batch in timed_data(arrived) if is_own else arrived:
             # Whatever the loop does with a batch, the step ends here, unless it is one that the loop takes ahead.
-            if is_own:
-                self.job.end_step(goes_on=True)
-                self.job.alone = self.job.first_step.begin_loop(self.job)
-                if self.job.alone is not None:
-                    yield from self.job.alone.batches(self.cut)
-                    return
+            if is_own and self.job.begin_batch():
+                assert self.job.alone is not None
+                yield from self.job.alone.batches(self.cut)
+                return
             self.cut.note_batch()
             given = [batch.take()]
             self.job.take(part, given[0])

@@ -320,7 +320,10 @@ def _load_items(loader: DataLoader[Any], place: Place, skip: int, limit: int | N
             chosen = own if own else range(1)
             check = zlib.crc32(repr(indices).encode())
             asked.append((len(own), len(indices), check, keeps_pace))
-            yield [(indices[at], number, at) for at in chosen]
+            items: list[Any] = []
+            for at in chosen:
+                items.append((indices[at], number, at))
+            yield items
 
     data: Any = _Seeded(loader.dataset, place)
     if hasattr(loader.dataset, "__getitems__"):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -34,7 +33,7 @@ from paceline.parallel.offload_activations import (
 )
 from paceline.parallel.replicate.strategy import broadcast_state
 from paceline.train import prepare
-from paceline.train.precision import autocast, autocast_dtype
+from paceline.train.precision import autocast_dtype, autocast_of
 
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 _LARGE_BYTES = 4 * 2**20
@@ -59,7 +58,7 @@ def parallelize_model(
         WorkloadError, PlanError: the model can't be split so.
     """
     mesh = Mesh.parse(plan.mesh)
-    context = functools.partial(autocast, workload.precision, device.type)
+    context = autocast_of(workload.precision, device.type)
     is_split = bool(mesh.used(GRAPH_AXES))
     if plan.checkpointing == "offload" and fake is None:
         check_can_offload(device.type)

@@ -39,11 +39,7 @@ class Paths:
         self.counts: Counts = {}
         self.told: set[str] = set()
         self.watching = ExitStack()  # a loop's models are watched from one step's end to the next
-
-    @property
-    def is_watching(self) -> bool:
-        """True in the first steps; equal on all ranks."""
-        return self.comm.size > 1 and self.steps < FIRST_STEPS
+        self.is_watching = comm.size > 1  # in the first steps; equal on all ranks
 
     @contextlib.contextmanager
     def watched(self, in_models: bool = False) -> Iterator[None]:
@@ -70,7 +66,7 @@ class Paths:
     def leave_out(self) -> None:
         """Watch nothing."""
         self.stop()
-        self.steps = FIRST_STEPS
+        self.is_watching = False
 
     def stop(self) -> None:
         """Count no longer."""
@@ -82,6 +78,7 @@ class Paths:
             return
         self.stop()
         self.steps += 1
+        self.is_watching = self.steps < FIRST_STEPS
         text = json.dumps(self.counts).encode()
         self.counts = {}
         rows = self.comm.all_gather(torch.frombuffer(bytearray(text), dtype=torch.uint8))

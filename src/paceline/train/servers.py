@@ -47,10 +47,7 @@ class ServerSteps(CollectiveSteps):
         """True for worker 0."""
         return self.job.rank == 0
 
-    @property
-    def holds_replicas(self) -> bool:
-        """False: workers may be at other steps."""
-        return False
+    holds_replicas = False  # workers may be at other steps
 
     @property
     def saved_mesh(self) -> str:

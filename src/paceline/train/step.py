@@ -58,11 +58,13 @@ def train_step(
     is_stopping, longest = control
     parallel.forward_backward(microbatches, is_stopping, longest)
     observer = parallel.observers
-    observer.phase_begins(REDUCE)
+    if parallel.is_observed:
+        observer.phase_begins(REDUCE)
     stats = parallel.reduce_gradients()
-    has_overflown = parallel.unscale_gradients()
+    has_overflown = parallel.loss_scale is not None and parallel.unscale_gradients()
     updated = parallel.placed.updated()
-    observer.gradients_reduced(updated)
+    if parallel.is_observed:
+        observer.gradients_reduced(updated)
     # Before the update, and on all ranks from the same sums: all raise, and the parameters stay as they were.
     check_finite(stats)
     if parallel.loss_scale is not None:
@@ -78,12 +80,14 @@ def train_step(
         is_guarded = clipped is not None and can_leave_out(optimizer, parallel.device)
         if clipped is not None and not is_guarded:
             norm = finite_norm(clipped)
-        observer.phase_begins(UPDATE)
+        if parallel.is_observed:
+            observer.phase_begins(UPDATE)
         if clipped is not None and is_guarded:
             norm = _update_if_finite(parallel, optimizer, clipped)
         else:
             parallel.update(optimizer)
-    observer.parameters_updated(updated, optimizer)
+    if parallel.is_observed:
+        observer.parameters_updated(updated, optimizer)
     return StepResult(stats, norm)
 
 

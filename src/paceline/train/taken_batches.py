@@ -176,7 +176,10 @@ class TakenBatches:
         last = last or len(self.waiting)  # an update without a loss
         self.updated = self.waiting[:last]
         self.waiting = self.waiting[last:]
-        return sum(taken.part.of for taken in self.updated)
+        samples = 0
+        for taken in self.updated:
+            samples += taken.part.of
+        return samples
 
     def end_step(self) -> None:
         """Forget the batches of the step that has ended."""

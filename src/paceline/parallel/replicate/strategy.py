@@ -72,6 +72,7 @@ class Replicate:
         self.shared = self._open_shared(device)
         self.buckets: list[Bucket] = []
         self.hooks: list[RemovableHandle] = []
+        self.filled = 0  # how often the buckets were made anew
         self.trained: list[bool] = []  # by parameter, when the buckets were made
         self.is_last_backward = False
         self.next_bucket = 0
@@ -180,6 +181,7 @@ class Replicate:
         if self.comm.size == 1:
             return
         self._remove_hooks()  # or gradients would go on to the earlier buckets
+        self.filled += 1
         trained = [parameter for parameter in self._dense() if parameter.requires_grad]
         self.buckets = make_buckets(trained, self.plan.bucket_bytes, self._make_reducer)
         if not self.overlaps:
@@ -189,7 +191,7 @@ class Replicate:
         this = weakref.ref(self)
         for number, bucket in enumerate(self.buckets):
             for index, parameter in enumerate(bucket.parameters):
-                gradient_is_here = partial(_gradient_is_here, this, number, index)
+                gradient_is_here = partial(_gradient_is_here, this, self.filled, (number, index))
                 self.hooks.append(parameter.register_post_accumulate_grad_hook(gradient_is_here))
 
     def _remove_hooks(self) -> None:
@@ -307,7 +309,10 @@ def sparse_names(model: torch.nn.Module) -> set[str]:
     return {name for name, parameter in model.named_parameters() if parameter in sparse}
 
 
-def _gradient_is_here(strategy: weakref.ref[Replicate], number: int, index: int, parameter: torch.nn.Parameter) -> None:
+def _gradient_is_here(
+    strategy: weakref.ref[Replicate], filled: int, place: tuple[int, int], parameter: torch.nn.Parameter
+) -> None:
     this = strategy()
-    if this is not None:
-        this._gradient_is_here(number, index, parameter)
+    # Where the user has registered hooks later, earlier ones of ours are not removed.
+    if this is not None and this.filled == filled:
+        this._gradient_is_here(*place, parameter)
