@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import paceline
-from paceline.bench.small_gpt import SmallGpt
+from compare.small_gpt import SmallGpt
 from paceline.comm import api
 from paceline.nouns.plan import Plan
 from paceline.nouns.table import aligned

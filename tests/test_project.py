@@ -102,7 +102,6 @@ def test_a_strategy_says_what_it_needs_promises_and_sends(axis):
         ["demo", "--help"],
         ["examples"],
         ["runs", "--help"],
-        ["bench", "--help"],
         ["export", "--help"],
         ["doctor", "--help"],
         ["explain", "--help"],
@@ -158,7 +157,6 @@ def test_the_product_mocks_nothing_and_overwrites_no_method_of_a_live_object():
             "fully_shard.py": 1,
             "kept_values.py": 1,
             "control_flow_trace.py": 2,
-            "planner_peaks.py": 1,
             "batch_norm.py": 1,
             "split_forward.py": 1,
             "low_precision_states.py": 1,
@@ -188,7 +186,7 @@ def test_every_test_that_was_measured_is_there():
 
 
 # Files of the kernel, those that Python or Paceline's own package has, and those in folders that were just made.
-NOT_OF_OTHERS = ("bench/", "demo/", "verify/", "doctor/probe/", "nouns/control_group.py")
+NOT_OF_OTHERS = ("demo/", "verify/", "doctor/probe/", "nouns/control_group.py")
 OWN_OPEN = {"self", "self.groups"}  # objects with a method `open` that is about no file
 
 

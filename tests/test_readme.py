@@ -100,7 +100,6 @@ NOT_RUN = {
     "paceline logs": "it reads a run: tests/cli/test_kept_output.py",
     "paceline runs": "it reads a folder of runs: tests/cli/test_runs.py",
     "paceline server": "tests/server; coordinator and servers run until a job ends",
-    "paceline bench": "hours, and numbers instead of a result: tests/bench",
     "paceline demo": "tests/demo",
     "paceline examples": "tests/demo/test_examples_command.py; the installed one: tests/integration/test_installed.py",
     "paceline plan --explain-oom --device V100-16GB bert.py": "its file needs transformers",
@@ -114,6 +113,7 @@ NEITHER = {
     "python finetune.py": "tests/examples/test_finetuning.py runs it",
     "python lora.py": "the same, by the command",
     "python classifier.py": "tests/examples/test_loops.py runs it",
+    "scripts/bench": "tests/benchmarks/test_bench_command.py reads it",
     "python benchmarks/loops/count.py": "tests/examples/test_loop_lines.py runs it",
     "torchrun --nnodes": "another library's: docs/migrate.md",
     "torchrun --max-restarts": "the same",
@@ -147,6 +147,7 @@ NOT_OURS = {
     "--conf": "Airflow's",
     "--gang-scheduling": "the MPI Operator's",
     "--share-packages": "scripts/release's",
+    "--published": "scripts/bench's",
 }
 # What README's table adds in brackets or after "or", to the option before it.
 ALTERNATIVES = {

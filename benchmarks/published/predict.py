@@ -1,6 +1,6 @@
 """Predict a table of published measurements: each row's steps, in as many processes as there are cores.
 
-`paceline bench planner --published FILE` starts it; it prints the result as JSON, and progress on stderr.
+`scripts/bench planner --published FILE` starts it; it prints the result as JSON, and progress on stderr.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from paceline.bench.published_table import (
+from compare.published_table import (
     MEMORY,
     Row,
     by_source,

@@ -147,7 +147,7 @@ def test_a_command_line_without_its_command(case, capsys):
     assert fix in error.splitlines()[2]
 
 
-@pytest.mark.parametrize("words", [[], ["submit"], ["server"], ["bench"], ["completion"]], ids=" ".join)
+@pytest.mark.parametrize("words", [[], ["submit"], ["server"], ["completion"]], ids=" ".join)
 def test_a_command_alone_that_needs_another_prints_its_help(words, capsys):
     """Such as click's and clap's commands: the help, and the exit code of a request that can't be met."""
     assert exit_code(words) == 2

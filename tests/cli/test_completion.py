@@ -55,7 +55,7 @@ LINES = {
     "a run": ("paceline why fi", ["fine-tuned", "first"]),
     "a run of a command below": ("paceline runs show fi", ["fine-tuned", "first"]),
     "a run elsewhere": ("paceline logs --runs elsewhere f", ["far"]),
-    "a choice": ("paceline bench obs", ["observe"]),
+    "a choice": ("paceline completion f", ["fish"]),
     "nothing": ("paceline zzz", []),
 }
 

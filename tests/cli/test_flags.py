@@ -127,12 +127,6 @@ def test_a_flag_of_run_is_refused_exactly_where_it_changes_nothing(kind, nothing
         (["server", "serve", "--listen", "unix:a", "--coordinator", "unix:b", "--credentials", "c"], "HOST:PORT"),
         (["server", "top", "unix:a", "--credentials", "c"], "HOST:PORT"),
         (["doctor", "--python", "python3"], "no other host is named"),
-        (["bench", "planner", "--rounds", "5"], "--rounds is for bench step and jobs and strategies"),
-        (["bench", "strategies", "--startup-rounds", "3"], "--startup-rounds is for bench step"),
-        (["bench", "step", "--steps", "300"], "write jobs"),
-        (["bench", "planner", "--busy", "3"], "write jobs"),
-        (["bench", "step", "--device", "cpu"], "write planner"),
-        (["bench", "step", "--published", "none"], "write planner"),
     ],
 )
 def test_a_flag_that_needs_another_is_refused_without_it(words, said, tmp_path, monkeypatch, capsys):

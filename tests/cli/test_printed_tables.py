@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from paceline.bench import jobs, planner, published_table, strategies
-from paceline.cli import bench, export, plan, plan_memory, profile
+from compare import jobs, planner, published_table, step, strategies
+from paceline.cli import export, plan, plan_memory, profile
 from paceline.demo import report as demo
 from paceline.doctor import report as doctor
 from paceline.doctor.finding import Finding
@@ -114,11 +114,11 @@ def exported(capsys, monkeypatch):
 def benchmarks():
     row = {"name": "paceline", "ranks": 2, "samples_per_s": 123.456, "min": 100.0, "max": 2000.25}
     longer = {**row, "name": "a contestant with a very long name"}
-    lines = bench.table({"rows": [row, longer], "ratios": RATIOS}).split("\n")
+    lines = step.table({"rows": [row, longer], "ratios": RATIOS}).split("\n")
     job = {"setting": "quiet", "library": "accelerate", **row, "whole_s": 12.345}
     lines += ["", *jobs.table({"rows": [job], "ratios": RATIOS, "machine": MACHINE, "busy": 4}).split("\n")]
-    step = {"name": "shard_3", "ranks": 4, "step_s": 0.5, "min": 0.25, "max": 1.0}
-    result = {"rows": [step], "ratios": RATIOS, "machine": MACHINE, "loss_differences": {"shard_3": 1e-7}}
+    strategy = {"name": "shard_3", "ranks": 4, "step_s": 0.5, "min": 0.25, "max": 1.0}
+    result = {"rows": [strategy], "ratios": RATIOS, "machine": MACHINE, "loss_differences": {"shard_3": 1e-7}}
     return [*lines, "", *strategies.table(result).split("\n")]
 
 

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from support.benchmarks import ENVIRONMENT
 from support.jobs import leftovers, marked, wait_for
 
 pytestmark = pytest.mark.integration
@@ -24,17 +25,19 @@ RATIOS = {
 # The command, with one turn of each contestant in a round: more only make its numbers steadier.
 SHORT = """
 import sys
-from paceline.bench import step, strategies
-from paceline.cli.main import main
+from compare import step, strategies
+from compare.command import main
 step.SLICES = strategies.SLICES = 1
 sys.exit(main(sys.argv[1:]))
 """
 
 
 def measured(folder, *words):
-    """The object that `paceline bench` prints; nothing of it is left."""
-    line = [sys.executable, "-c", SHORT, "bench", *words, "--rounds", "1", "--json"]
-    done = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=600, env=marked(folder, {}))
+    """The object that `scripts/bench` prints; nothing of it is left."""
+    line = [sys.executable, "-c", SHORT, *words, "--rounds", "1", "--json"]
+    done = subprocess.run(
+        line, cwd=folder, capture_output=True, text=True, timeout=600, env=marked(folder, ENVIRONMENT)
+    )
     assert done.returncode == 0, done.stderr
     assert wait_for(lambda: not leftovers(folder)), f"left behind: {leftovers(folder)}"
     return json.loads(done.stdout)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from published import llm_foundry, predict, stage
 
-from paceline.bench import published_table as published
+from compare import published_table as published
 from paceline.nouns.errors import UsageError
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "published_measurements.csv"

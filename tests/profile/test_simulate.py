@@ -10,13 +10,14 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline
-from paceline.bench import planner, planner_models
+from compare import planner, planner_models
 from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.nouns.plan import Plan
 from paceline.nouns.profile import ACTIVATIONS, GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS
 from paceline.plan.memory import memory_of
 from paceline.profile.simulate import simulate
 
+from support.benchmarks import ENVIRONMENT
 from support.simulated import check_simulation
 
 SLOW = pytest.mark.slow
@@ -322,7 +323,8 @@ def test_what_can_not_be_tried_out(line, more, device, found):
 
 
 @SLOW
-def test_seven_billion_parameters_take_seconds_and_little_memory():
+def test_seven_billion_parameters_take_seconds_and_little_memory(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])
     taken = planner.time_7b()
     assert taken["seconds"] < 60
     assert taken["resident_bytes"] < 4 * 2**30

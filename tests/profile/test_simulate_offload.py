@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.bench import planner_models
+from compare import planner_models
 from paceline.nouns.device import Device
 from paceline.nouns.plan import Plan
 from paceline.nouns.profile import GRADIENTS, OPTIMIZER, PARAMETERS

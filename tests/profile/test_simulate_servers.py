@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +13,14 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.bench import planner_models, planner_peaks
+from compare import planner_models, planner_peaks
 from paceline.nouns.plan import Plan
 from paceline.nouns.profile import COMMUNICATION, OPTIMIZER, Profile
 from paceline.plan.memory import memory_of
 from paceline.plan.memory_table import servers_table
 from paceline.profile.simulate import simulate
+
+from support.benchmarks import ENVIRONMENT
 
 LINE = "server=2,replicate=2"
 
@@ -83,7 +86,13 @@ def test_a_workers_step_is_that_of_a_real_job(tmp_path):
     """But for its connection's memory, which a thread takes that the profiler does not hear."""
     command = [sys.executable, "-m", "paceline.cli.main", "run", "--runs", str(tmp_path / "runs")]
     script = [planner_peaks.__file__, "bert", LINE, "{}", str(tmp_path)]
-    done = subprocess.run([*command, "--plan", LINE, *script], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [*command, "--plan", LINE, *script],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, **ENVIRONMENT},
+    )
     assert done.returncode == 0, done.stderr
     torch.set_num_threads(1)
     for rank in range(2):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.bench import planner_peaks
+from compare import planner_peaks
 from paceline.nouns.plan import Plan
 from paceline.nouns.profile import OPTIMIZER
 from paceline.plan.memory import memory_of

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_iter
 
 import paceline
-from paceline.bench import planner_peaks
+from compare import planner_peaks
 from paceline.comm.compression import CastReducer
 from paceline.comm.fully_shard import local
 from paceline.comm.ledger import Ledger

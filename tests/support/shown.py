@@ -9,7 +9,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
-PROGRAMS = ("paceline", "python", "torchrun", "mpirun", "srun", "make", "pip", "kubectl", "ssh", "sbatch")
+PROGRAMS = (
+    "paceline",
+    "scripts/bench",
+    "python",
+    "torchrun",
+    "mpirun",
+    "srun",
+    "make",
+    "pip",
+    "kubectl",
+    "ssh",
+    "sbatch",
+)
 _OTHER_LANGUAGES = ("python", "json", "toml")
 
 

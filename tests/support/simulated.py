@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from paceline.bench import planner_peaks
+from compare import planner_peaks
 from paceline.nouns.plan import Plan
 from paceline.plan.memory import memory_of
 from paceline.profile.simulate import simulate

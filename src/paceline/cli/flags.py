@@ -95,17 +95,6 @@ class Rule:
     fix: str
 
 
-# Of the flags of `paceline bench`, the subjects that they are about.
-_BENCH = {
-    "rounds": ("step", "jobs", "strategies", "restart", "observe"),
-    "startup_rounds": ("step",),
-    "steps": ("jobs",),
-    "busy": ("jobs",),
-    "device": ("planner",),
-    "published": ("planner",),
-}
-
-
 def _leaves_host(arguments: argparse.Namespace) -> bool:
     """True if a server's command has an address other than a unix socket; what a run's is, only its folder says."""
     for name in ("listen", "coordinator", "job"):
@@ -113,11 +102,6 @@ def _leaves_host(arguments: argparse.Namespace) -> bool:
         if address is not None and not address.startswith("unix:"):
             return True
     return False
-
-
-def _bench_rule(name: str, subjects: tuple[str, ...]) -> Rule:
-    reason = f"--{name.replace('_', '-')} is for bench {' and '.join(subjects)}"
-    return Rule((name,), lambda a: a.subject in subjects, reason, f"write {subjects[0]}")
 
 
 _NO_RESULT = Rule(("json",), lambda a: not a.dry_run, "a dry run has no result", "leave --dry-run out")
@@ -142,7 +126,6 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "doctor": (Rule(("python",), lambda a: bool(a.hosts or a.hostfile), "no other host is named", "add -H H1:N,H2:N"),),
     "server": (Rule(("credentials",), _leaves_host, "no address of it leaves this host", "write HOST:PORT addresses"),),
-    "bench": tuple(_bench_rule(name, subjects) for name, subjects in _BENCH.items()),
 }
 
 

@@ -45,7 +45,6 @@ VERBS = {
     "demo": "pre-train a small BERT with two processes, from nothing",
     "examples": "list the examples, and copy one to train with",
     "completion": "print what a shell needs to complete commands and runs",
-    "bench": "measure Paceline against what else there is",
 }
 
 # argparse's words about a value of another type, a word that is none of some, and a value of a flag that has none.

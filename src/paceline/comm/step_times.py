@@ -55,7 +55,7 @@ class StepTimes:
         kind: of the work that the thread does now.
         by_kind: nanoseconds since `take` was called, by kind, without the work that is under way.
         spans: what was done, where it is kept; None: it is not.
-        is_on: False measures nothing, for `paceline bench observe`.
+        is_on: False measures nothing; `benchmarks/compare/observe_job.py` sets it.
     """
 
     def __init__(self) -> None:

@@ -36,10 +36,3 @@ VERIFY_REPLAY = "paceline.verify.ranks.replay"
 PACKAGE = "paceline"
 TRANSFORMERS = "paceline.integrations.transformers"
 LIGHTNING = "paceline.integrations.lightning"
-
-# The benchmarks' children.
-CONTESTANTS = "paceline.bench.contestants"
-CONTESTANTS_STRATEGIES = "paceline.bench.contestants_strategies"
-PLANNER_SIMULATION = "paceline.bench.planner_simulation"
-PLANNER_GPU = "paceline.bench.planner_gpu"
-LLAMA_7B = "paceline.bench.llama_7b"

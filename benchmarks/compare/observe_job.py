@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import paceline
-from paceline.bench.small_gpt import BATCH, SmallGpt, Windows, make_optimizer, summed_loss
+from compare.small_gpt import BATCH, SmallGpt, Windows, make_optimizer, summed_loss
 from paceline.comm.step_times import TIMES
 from paceline.train.times_file import TimesFile
 

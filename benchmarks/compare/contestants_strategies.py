@@ -8,9 +8,9 @@ from pathlib import Path
 import torch._dynamo
 import torch.fx.experimental.proxy_tensor  # noqa: F401
 
-from paceline.bench.bert_workload import MICRO_BATCHES, make_workload
-from paceline.bench.contestants import Contestant, Step, serve
-from paceline.bench.raw_strategies import raw_1f1b, raw_gpipe, raw_shard, raw_tensor
+from compare.bert_workload import MICRO_BATCHES, make_workload
+from compare.contestants import Contestant, Step, serve
+from compare.raw_strategies import raw_1f1b, raw_gpipe, raw_shard, raw_tensor
 from paceline.comm import api
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job

@@ -1,4 +1,4 @@
-"""`paceline bench observe`: what it costs to measure where a step's time goes.
+"""`scripts/bench observe`: what it costs to measure where a step's time goes.
 
 One job of the small GPT on two ranks measures and doesn't, ten steps each, in turn. The overhead is the median over
 pairs of neighbouring blocks of the time with over the time without, less 1; a step of this model takes some 15 ms.
@@ -16,9 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.jobs import last_lines_of
-from paceline.bench.startup import progress
-from paceline.bench.step import machine, version
+from compare.jobs import last_lines_of
+from compare.startup import alone, progress
+from compare.step import machine, version
 from paceline.nouns import module_names
 from paceline.nouns.errors import UsageError
 from paceline.nouns.table import aligned
@@ -104,7 +104,7 @@ def _run_job(folder: Path) -> dict[str, list[float]]:
         raise UsageError(
             f"the job should train on {RANKS} ranks",
             f"it did not: {last_lines_of(ended.stderr)}",
-            "run it alone: " + " ".join(command),
+            alone(command),
         )
     found: dict[str, list[float]] = json.loads(mark.read_text())
     return found

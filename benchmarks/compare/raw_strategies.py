@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.nn import functional as F
 
-from paceline.bench.bert_workload import MICRO_BATCHES, Batch, batches, loss, make_model, make_optimizer
+from compare.bert_workload import MICRO_BATCHES, Batch, batches, loss, make_model, make_optimizer
 
 Step = Callable[[], float | None]
 

@@ -1,4 +1,4 @@
-"""`paceline bench step`: samples per second of a BERT under Paceline and its peers, in turn in one run.
+"""`scripts/bench step`: samples per second of a BERT under Paceline and its peers, in turn in one run.
 
 Every contestant's processes start once and wait; each round gives each contestant a turn, so that a change in
 the machine's speed hits all of them. A ratio is the median over the rounds of that round's ratio.
@@ -16,11 +16,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.pool import Pool
-from paceline.bench.startup import median_ratio, progress, time_starts
+from compare.pool import Pool
+from compare.startup import median_ratio, progress, time_starts
 from paceline.launch.local import rank_environment
-from paceline.nouns import module_names
 from paceline.nouns.errors import UsageError
+from paceline.nouns.table import aligned
 
 # Of the made-up data, in the form of the demo's prepared text. The vocabulary is that of the default BertConfig.
 SEQUENCES = 4096
@@ -41,7 +41,8 @@ TWO_RANKS = (
     "lightning",
 )
 ONE_RANK = ("plain", "paceline_alone")
-_SERVED = module_names.CONTESTANTS
+_SERVED = "compare.contestants"
+INSTALL = "pip install -e '.[bench]'"  # brings the other frameworks
 _NEEDS = {"accelerate": "accelerate", "lightning": "lightning"}
 
 
@@ -62,7 +63,7 @@ def run_bench(folder: Path, rounds: int, startup_rounds: int, tell: Callable[[st
     """
     for name, package in _NEEDS.items():
         if not version(package):
-            raise UsageError(f"can't measure {name}", f"{package} is not installed", "pip install 'paceline[bench]'")
+            raise UsageError(f"can't measure {name}", f"{package} is not installed", INSTALL)
     make_data(folder)
     load_before = os.getloadavg()[0]
     names = ["alone", *TWO_RANKS]
@@ -139,6 +140,16 @@ def make_data(folder: Path) -> None:
     np.save(folder / "held_out.npy", rows[:64])
     # The demo's workload reads this one value of the summary.
     (folder / "corpus.json").write_text(json.dumps({"most_frequent_id": _FIRST_TOKEN}))
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the result of `bench step` as aligned lines."""
+    rows = [("", "ranks", "samples/s", "min", "max")]
+    for row in result["rows"]:
+        rates = (f"{row['samples_per_s']:.1f}", f"{row['min']:.1f}", f"{row['max']:.1f}")
+        rows.append((row["name"], row["ranks"], *rates))
+    ratios = [(name, f"{value:.3f}") for name, value in result["ratios"].items()]
+    return "\n".join([*aligned(rows, "{:<24}{:>6}{:>12}{:>10}{:>10}"), "", *aligned(ratios, "{:<40}{:>8}")])
 
 
 def _stock_environment() -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Take some steps of a model on a GPU, and print the memory that torch's caching allocator held for them.
 
-`python -m paceline.bench.planner_gpu NAME BATCH LENGTH PARTS` prints one JSON object.
+`python -m compare.planner_gpu NAME BATCH LENGTH PARTS` prints one JSON object.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from paceline.bench.planner_models import full_workload
+from compare.planner_models import full_workload
 from paceline.comm import api
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job

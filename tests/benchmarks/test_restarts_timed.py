@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
 
 import pytest
 
-from paceline.bench.restart import CONTESTANTS, command_of, ratios, run_restarts, table, went_on
-from paceline.cli.main import main
+from compare.command import main
+from compare.restart import CONTESTANTS, command_of, ratios, run_restarts, table, went_on
 from paceline.nouns.errors import UsageError
 
-from support.jobs import paceline
+from support.benchmarks import SCRIPT
+from support.jobs import leftovers, marked, wait_for
 
 
 def test_time_goes_from_the_kill_to_the_first_step_of_another_process():
@@ -44,15 +46,17 @@ def test_both_launchers_start_the_same_file_with_as_many_restarts(tmp_path):
 def test_no_round_is_refused(tmp_path, capsys):
     with pytest.raises(UsageError, match="write --rounds 1 or more"):
         run_restarts(tmp_path, 0, print)
-    assert main(["bench", "restart", "--steps", "3"]) == 2
+    assert main(["restart", "--steps", "3"]) == 2
     assert "--steps is for bench jobs" in capsys.readouterr().err
 
 
 @pytest.mark.complete
 def test_one_round_prints_one_object(tmp_path):
-    done = paceline(tmp_path, "bench", "restart", "--rounds", "1", "--json", timeout=400)
-    assert done.code == 0, done.err
-    result = json.loads(done.out)
+    words = [SCRIPT, "restart", "--rounds", "1", "--json"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=400, env=marked(tmp_path, {}))
+    assert done.returncode == 0, done.stderr
+    assert wait_for(lambda: not leftovers(tmp_path)), f"left behind: {leftovers(tmp_path)}"
+    result = json.loads(done.stdout)
     assert [row["name"] for row in result["rows"]] == list(CONTESTANTS)
     assert all(0 < row["seconds"] < 100 and 0 <= row["repeated"] <= 40 for row in result["rows"])
     assert set(result["ratios"]) == {"paceline_over_torchrun", "paceline_over_torchrun_ddp"}

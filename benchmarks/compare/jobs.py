@@ -1,4 +1,4 @@
-"""`paceline bench jobs`: whole small jobs through each library's own launcher, on a quiet machine and on a busy one.
+"""`scripts/bench jobs`: whole small jobs through each library's own launcher, on a quiet machine and on a busy one.
 
 A step of a small model takes some 15 ms, so what a launcher and a library cost beside it is large. Beside busy
 processes it also counts how the system shares the cores: Linux shares them between sessions first (autogroup), and
@@ -22,8 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.startup import median_ratio, progress
-from paceline.bench.step import machine, version
+from compare.startup import alone, median_ratio, progress
+from compare.step import INSTALL, machine, version
 from paceline.nouns import module_names
 from paceline.nouns.errors import UsageError
 from paceline.nouns.table import aligned
@@ -96,7 +96,7 @@ def _check_request(rounds: int, steps: int, busy: int) -> None:
             raise UsageError("can't measure whole jobs", f"{name} is {value}", f"write {name} {least} or more")
     for library in ("accelerate", "lightning"):
         if not version(library):
-            raise UsageError(f"can't measure {library}", "it is not installed", "pip install 'paceline[bench]'")
+            raise UsageError(f"can't measure {library}", "it is not installed", INSTALL)
 
 
 def _no_measurements() -> Measured:
@@ -181,7 +181,7 @@ def _run_job(folder: Path, library: str, steps: int) -> tuple[float, float]:
         raise UsageError(
             f"{library} should train {steps} steps on {RANKS} ranks",
             f"it did not: {last_lines_of(ended.stderr)}",
-            "run it alone: " + " ".join(command),
+            alone(command),
         )
     return (steps - 1) * BATCH / result["seconds"], duration_s
 

@@ -1,6 +1,6 @@
 """Predict a model's memory: the other half of `bench planner`, in a process of its own.
 
-`python -m paceline.bench.planner_simulation cpu NAME PLAN PARTS`, or `... cuda NAME BATCH LENGTH PARTS`, prints a JSON
+`python -m compare.planner_simulation cpu NAME PLAN PARTS`, or `... cuda NAME BATCH LENGTH PARTS`, prints a JSON
 list, by rank.
 """
 
@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from paceline.bench.planner_models import full_workload, workload
+from compare.planner_models import full_workload, workload
 from paceline.nouns.plan import Plan
 from paceline.plan.memory import memory_of
 from paceline.profile.simulate import simulate

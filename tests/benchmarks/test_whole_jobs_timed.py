@@ -9,8 +9,8 @@ import sys
 import psutil
 import pytest
 
-from paceline.bench.jobs import LIBRARIES, SETTINGS, busy_processes, last_lines_of, ratios, run_jobs, table
-from paceline.cli.main import main
+from compare.command import main
+from compare.jobs import LIBRARIES, SETTINGS, busy_processes, last_lines_of, ratios, run_jobs, table
 from paceline.nouns.errors import UsageError
 
 from support.jobs import paceline
@@ -56,7 +56,7 @@ def test_busy_processes_have_their_own_sessions_and_end():
 
 
 def test_busy_processes_end_when_the_benchmark_is_killed():
-    lines = "import time\nfrom paceline.bench.jobs import busy_processes\n"
+    lines = "import time\nfrom compare.jobs import busy_processes\n"
     lines += "with busy_processes(2): print(flush=True); time.sleep(60)\n"
     with subprocess.Popen([sys.executable, "-c", lines], stdout=subprocess.PIPE) as benchmark:
         benchmark.stdout.readline()
@@ -80,7 +80,7 @@ def test_busy_processes_end_when_the_benchmark_is_killed():
     ],
 )
 def test_an_option_of_another_subject_is_refused(options, capsys):
-    assert main(["bench", *options]) == 2
+    assert main(options) == 2
     assert f"{options[1]} is for bench" in capsys.readouterr().err
 
 

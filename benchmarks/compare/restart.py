@@ -1,4 +1,4 @@
-"""`paceline bench restart`: from `kill -9` of a rank to the next step that is finished, against torchrun.
+"""`scripts/bench restart`: from `kill -9` of a rank to the next step that is finished, against torchrun.
 
 Three jobs take turns: Paceline's file under `paceline run --max-restarts`; the same file with the same checkpoints
 under `torchrun --max-restarts`; and DDP in plain torch, with torch's own checkpoints, under torchrun. All train the
@@ -19,8 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.startup import median_ratio, progress
-from paceline.bench.step import machine, version
+from compare.startup import alone, median_ratio, progress
+from compare.step import machine, version
 from paceline.nouns import module_names
 from paceline.nouns.errors import UsageError
 from paceline.nouns.table import aligned
@@ -150,7 +150,7 @@ def _interrupt(name: str, folder: Path) -> tuple[float, int]:
         raise UsageError(
             f"{name} should go on after a rank was killed, and take {STEPS} steps",
             f"it did not: {lines[-1]}",
-            "run it alone: " + " ".join(command_of(name, folder)),
+            alone(command_of(name, folder)),
         )
     return went_on(notes, killed_ns)
 

@@ -1,4 +1,4 @@
-"""`paceline bench planner`: compare predicted memory with what was measured here and what was published elsewhere.
+"""`scripts/bench planner`: compare predicted memory with what was measured here and what was published elsewhere.
 
 On CPUs small models are trained under plans, their peaks of live tensors seen by torch's profiler; on a GPU models of
 the size that people use, by torch's caching allocator. The profile of a Llama of seven billion parameters is timed.
@@ -16,17 +16,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.bench import published_table
-from paceline.bench.startup import progress
-from paceline.bench.step import machine
+from compare import published_table
+from compare.startup import alone, progress
+from compare.step import machine
 from paceline.nouns import module_names
 from paceline.nouns.errors import UsageError
 from paceline.nouns.plan import Plan
 from paceline.nouns.table import aligned
 
 Tell = Callable[[str], None]
-# The programs that the published measurements were made with: in a clone, not in the installed package.
-PROGRAMS = Path(__file__).parents[3] / "benchmarks"
 OTHERWISE = {"precision": "bf16", "optimizer": "sgd"}
 # Model, plan and parts of the Workload: all seven models, both optimizers, both precisions, and every axis alone and
 # with others.
@@ -68,7 +66,6 @@ def run_planner(folder: Path, device: str, published: Path | None, tell: Tell) -
     load_before = os.getloadavg()[0]
     # What was asked for is checked before anything takes time.
     if published is not None:
-        _need_the_programs()
         published_table.read(published)
     if device == "cuda":
         _need_a_gpu()
@@ -143,7 +140,7 @@ def _measure(folder: Path, cell: tuple[str, str, dict[str, Any]], ranks: int) ->
 
 def _simulate(arguments: Sequence[str]) -> list[dict[str, Any]]:
     """Return the memory that a simulation predicts, by rank."""
-    command = [sys.executable, "-m", module_names.PLANNER_SIMULATION, *arguments]
+    command = [sys.executable, "-m", "compare.planner_simulation", *arguments]
     # One thread, as the ranks have: the size of kernels' buffers depends on it.
     output = _run(command, "the simulation", {"OMP_NUM_THREADS": "1"})
     return list(_last_line(output))
@@ -165,7 +162,7 @@ def _on_gpu(tell: Tell) -> list[dict[str, Any]]:
         what = f"planner: {name}, {batch} x {length}, on the GPU"
         tell(progress(what, len(rows), len(GPU_CELLS), time.monotonic() - began_s))
         arguments = [name, str(batch), str(length), json.dumps(parts)]
-        command = [sys.executable, "-m", module_names.PLANNER_GPU, *arguments]
+        command = [sys.executable, "-m", "compare.planner_gpu", *arguments]
         measured = _last_line(_run(command, f"{name} on the GPU", {}))
         (predicted,) = _simulate(["cuda", *arguments])
         row = {"device": measured["device"], "model": name, "batch": batch, "length": length, "parts": parts}
@@ -190,24 +187,10 @@ def _need_a_gpu() -> None:
         )
 
 
-def _need_the_programs() -> None:
-    if not (PROGRAMS / "published").is_dir():
-        raise UsageError(
-            "bench planner --published",
-            f"the programs that were measured are not in {PROGRAMS}: the installed package does not have them",
-            "run it in a clone of the project, after `pip install -e .`",
-        )
-
-
 def _predict(published: Path) -> dict[str, Any]:
     """Predict the rows of a table; the process prints its progress to stderr, which is not caught."""
     command = [sys.executable, "-m", "published.predict", str(published)]
-    folders = [str(PROGRAMS)]
-    user_folders = os.environ.get("PYTHONPATH")
-    if user_folders:
-        folders.append(user_folders)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise UsageError(f"can't predict the table {published}", "its process failed (see above)", "report this")
     return dict(json.loads(done.stdout))
@@ -216,7 +199,7 @@ def _predict(published: Path) -> dict[str, Any]:
 def time_7b() -> dict[str, float]:
     """Profile a Llama of 7 billion parameters in a process of its own, and return its time and memory."""
     began_s = time.monotonic()
-    answer = _last_line(_run([sys.executable, "-m", module_names.LLAMA_7B], "the profile", {}))
+    answer = _last_line(_run([sys.executable, "-m", "compare.llama_7b"], "the profile", {}))
     return {"seconds": time.monotonic() - began_s, "resident_bytes": answer["resident_bytes"]}
 
 
@@ -232,7 +215,7 @@ def _run(command: Sequence[str], what: str, variables: dict[str, str]) -> str:
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         last_line = lines[-1] if lines else "it said nothing"
-        raise UsageError(f"can't measure {what}", f"it failed: {last_line}", "run it alone: " + " ".join(command))
+        raise UsageError(f"can't measure {what}", f"it failed: {last_line}", alone(command))
     return done.stdout
 
 

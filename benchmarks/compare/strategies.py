@@ -1,4 +1,4 @@
-"""`paceline bench strategies`: the step of each strategy on two ranks, against the same by hand in raw torch.
+"""`scripts/bench strategies`: the step of each strategy on two ranks, against the same by hand in raw torch.
 
 Both sides train the same BERT from the same values on the same batches with the same optimizer, so their losses
 must agree: a comparison in which they don't is void, and an error. As in `bench step` all processes start once and
@@ -15,11 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.pool import Pool
-from paceline.bench.startup import median_ratio, progress
-from paceline.bench.step import machine, make_data, version
+from compare.pool import Pool
+from compare.startup import median_ratio, progress
+from compare.step import machine, make_data, version
 from paceline.launch.local import rank_environment
-from paceline.nouns import module_names
 from paceline.nouns.errors import CollectiveError, UsageError
 from paceline.nouns.table import aligned
 
@@ -55,7 +54,7 @@ def run_strategies(folder: Path, rounds: int, tell: Callable[[str], None]) -> di
     for strategy in STRATEGIES:
         names += [f"{side}_{strategy}" for side in SIDES]
     tell(f"strategies: {len(names)} contestants of two ranks start, load {load_before:.1f}")
-    pool = Pool(module_names.CONTESTANTS_STRATEGIES, folder, names, rank_environment(2))
+    pool = Pool("compare.contestants_strategies", folder, names, rank_environment(2))
     seconds: Seconds = {name: [] for name in names}
     losses: dict[str, list[float]] = {name: [] for name in names}
     began_s = time.monotonic()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.bench.startup import progress
-from paceline.bench.strategies import COMPARED, STRATEGIES, check_losses, ratios, table
+from compare.startup import progress
+from compare.strategies import COMPARED, STRATEGIES, check_losses, ratios, table
 from paceline.nouns.errors import CollectiveError
 
 TIMES = {"shard": (1.0, 2.0), "tensor": (3.0, 3.0), "gpipe": (1.0, 2.0), "1f1b": (2.0, 2.0)}  # ours and theirs

@@ -1,12 +1,12 @@
-"""`paceline bench planner`: what it measures, and what it refuses before it measures anything."""
+"""`scripts/bench planner`: what it measures, and what it refuses before it measures anything."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from paceline.bench import planner
-from paceline.cli.main import main
+from compare import planner
+from compare.command import main
 
 
 @pytest.fixture
@@ -33,24 +33,17 @@ def test_a_table_that_is_none(tmp_path, monkeypatch, capsys, name, content, foun
     monkeypatch.chdir(tmp_path)
     if content is not None:
         (tmp_path / name).write_text(content)
-    assert main(["bench", "planner", "--published", name]) == 2
+    assert main(["planner", "--published", name]) == 2
     error = capsys.readouterr().err
     assert found in error
     assert "fix: " in error
-
-
-@pytest.mark.usefixtures("no_work")
-def test_an_installed_package_has_no_published_programs(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(planner, "PROGRAMS", tmp_path)
-    assert main(["bench", "planner", "--published", "rows.csv"]) == 2
-    assert "run it in a clone of the project" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.usefixtures("no_work")
 def test_a_gpu_that_is_not_there(capsys):
-    assert main(["bench", "planner", "--device", "cuda"]) == 2
+    assert main(["planner", "--device", "cuda"]) == 2
     assert "no GPU that torch can use" in capsys.readouterr().err
 
 

@@ -25,18 +25,36 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from paceline.bench import jobs, observe, planner, restart, strategies
-from paceline.bench.step import run_bench
-from paceline.nouns.table import aligned
+from compare import jobs, observe, planner, restart, step, strategies
+from paceline.cli.flags import given
+from paceline.cli.main import INTERRUPTED, Parser
+from paceline.cli.output import guarded
+from paceline.nouns.errors import MEETS_NOT, PacelineError, UsageError
 
+COMMAND = "scripts/bench"
 SUBJECTS = ("step", "jobs", "strategies", "restart", "observe", "planner")
+# Of the flags, by the name of the value, the subjects that they are about.
+SUBJECTS_OF = {
+    "rounds": ("step", "jobs", "strategies", "restart", "observe"),
+    "startup_rounds": ("step",),
+    "steps": ("jobs",),
+    "busy": ("jobs",),
+    "device": ("planner",),
+    "published": ("planner",),
+}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+def make_parser() -> Parser:
+    """Return the parser of the command's arguments."""
+    parser = Parser(
+        prog=COMMAND,
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     subjects = ", ".join(SUBJECTS)
     parser.add_argument("subject", choices=SUBJECTS, metavar="SUBJECT", help=f"what to measure: {subjects}")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant (default 5; not of planner)")
@@ -54,6 +72,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="planner: predict a table of published measurements, too (docs/published.md)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    return parser
+
+
+def check_flags(subject: str, flags: dict[str, str]) -> None:
+    """Raise UsageError where a flag was given that is about other subjects.
+
+    Args:
+        subject: what is measured.
+        flags: those of the command line, as written, by the name of the value.
+    """
+    for name, flag in flags.items():
+        subjects = SUBJECTS_OF.get(name)
+        if subjects is not None and subject not in subjects:
+            reason = f"{flag} is for bench {' and '.join(subjects)}"
+            raise UsageError(f"the flag {flag}", reason, f"write {subjects[0]}, or leave {flag} out")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -81,17 +114,42 @@ def run(arguments: argparse.Namespace) -> int:
             result = observe.run_observe(folder, arguments.rounds, tell)
             shown = observe.table
         else:
-            result = run_bench(folder, arguments.rounds, arguments.startup_rounds, tell)
-            shown = table
+            result = step.run_bench(folder, arguments.rounds, arguments.startup_rounds, tell)
+            shown = step.table
     print(json.dumps(result) if arguments.json else shown(result))
     return 0
 
 
-def table(result: dict[str, Any]) -> str:
-    """Return the result of `bench step` as aligned lines."""
-    rows = [("", "ranks", "samples/s", "min", "max")]
-    for row in result["rows"]:
-        rates = (f"{row['samples_per_s']:.1f}", f"{row['min']:.1f}", f"{row['max']:.1f}")
-        rows.append((row["name"], row["ranks"], *rates))
-    ratios = [(name, f"{value:.3f}") for name, value in result["ratios"].items()]
-    return "\n".join([*aligned(rows, "{:<24}{:>6}{:>12}{:>10}{:>10}"), "", *aligned(ratios, "{:<40}{:>8}")])
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. 0: it measured; 1: a comparison is void; 2: the request can't be met; 130: Ctrl-C."""
+    words = sys.argv[1:] if argv is None else argv
+    return guarded(lambda: _uninterrupted(words))
+
+
+def _uninterrupted(words: Sequence[str]) -> int:
+    try:
+        return _main(words)
+    except KeyboardInterrupt:
+        print(f"{COMMAND}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _main(words: Sequence[str]) -> int:
+    parser = make_parser()
+    if not words:
+        parser.print_help(sys.stderr)
+        return MEETS_NOT
+    arguments = parser.parse_args(words)
+    try:
+        check_flags(arguments.subject, given(make_parser(), words))
+        return run(arguments)
+    except PacelineError as error:
+        if arguments.json:  # a program that reads JSON gets JSON for a refusal too
+            failure = {"asked": error.asked, "found": error.found, "fix": error.fix}
+            print(json.dumps({"status": "refused", "exit_code": error.exit_code, "error": failure}))
+        print(f"{COMMAND}: error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.bench.observe import overhead, run_observe, table
+from compare.observe import overhead, run_observe, table
 from paceline.nouns.errors import UsageError
 
 

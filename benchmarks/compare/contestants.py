@@ -1,6 +1,6 @@
 """Run the processes that `bench step` times: the same BERT, data and optimizer under Paceline and under its peers.
 
-`python -m paceline.bench.contestants FOLDER NAME ...` imports torch once, forks each contestant's ranks, then
+`python -m compare.contestants FOLDER NAME ...` imports torch once, forks each contestant's ranks, then
 reads names from stdin: for each it runs some steps and prints seconds per step, and the losses where it knows them,
 as a line of JSON. Between its turns a contestant sleeps in a pipe. `contestants_strategies.py` is served by the same
 code.

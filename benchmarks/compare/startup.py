@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paceline.nouns import module_names
@@ -15,6 +16,14 @@ from paceline.nouns.errors import UsageError
 from paceline.run.supervise.progress import duration
 
 _FILE = Path(__file__).with_name("first_step.py")
+
+
+BENCHMARKS = Path(__file__).parents[1]  # processes find this package there
+
+
+def alone(command: Sequence[str]) -> str:
+    """Return what a person types to run a benchmark's process alone."""
+    return f"run it alone: PYTHONPATH={BENCHMARKS} {shlex.join(command)}"
 
 
 def progress(what: str, done: int, total: int, elapsed_s: float) -> str:
@@ -61,9 +70,7 @@ def _time(name: str, command: list[str], mark: Path) -> float:
     if not mark.exists():
         lines = done.stderr.strip().splitlines()
         last_line = lines[-1] if lines else "it said nothing"
-        raise UsageError(
-            f"{name} should take a first step", f"it did not: {last_line}", "run it alone: " + " ".join(command)
-        )
+        raise UsageError(f"{name} should take a first step", f"it did not: {last_line}", alone(command))
     return (int(mark.read_text()) - began_ns) / 1e9
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 import paceline
-from paceline.bench.small_gpt import BATCH, SmallGpt, Windows, make_optimizer, mean_loss, summed_loss
+from compare.small_gpt import BATCH, SmallGpt, Windows, make_optimizer, mean_loss, summed_loss
 
 EVERY = 10  # steps between two checkpoints
 PAUSE_S = 0.01  # after each step: without it the job would end before it is interrupted

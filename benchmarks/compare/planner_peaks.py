@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from paceline.bench.planner_models import workload
+from compare.planner_models import workload
 from paceline.comm import api
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job

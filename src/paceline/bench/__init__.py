@@ -1,1 +1,0 @@
-"""Measure Paceline against other frameworks, in one run."""
