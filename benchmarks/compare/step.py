@@ -42,7 +42,7 @@ TWO_RANKS = (
 )
 ONE_RANK = ("plain", "paceline_alone")
 _SERVED = "compare.contestants"
-INSTALL = "pip install -e '.[bench]'"  # brings the other frameworks
+INSTALL = "pip install -e '.[transformers,lightning]'"  # brings the other frameworks
 _NEEDS = {"accelerate": "accelerate", "lightning": "lightning"}
 
 

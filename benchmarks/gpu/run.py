@@ -10,7 +10,7 @@ printed. First the steps of a small model on the GPU are held against those on t
     python benchmarks/gpu/run.py --size llama --clip --fused --only "raw torch" "Paceline, Workload"
     python benchmarks/gpu/run.py --device cpu --tiny     # that the script works
 
-It needs transformers, accelerate and lightning: `pip install "paceline[bench]"`.
+It needs transformers, accelerate and lightning: `pip install -e '.[transformers,lightning]'`.
 """
 
 from __future__ import annotations
