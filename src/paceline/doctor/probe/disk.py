@@ -18,7 +18,7 @@ _CHUNK_BYTES = 4 * 2**20
 _TEST_S = 4.0  # a slow disk is known by then
 _ROOM = 4  # the speed is measured only where the file fits this many times
 _READ_ONLY = 1  # ST_RDONLY
-_OURS = re.compile(r"paceline-(bench-|verify-|profile-)?[a-z0-9_]{8}")  # as tempfile completes a name
+_OURS = re.compile(r"paceline-(verify-|profile-)?[a-z0-9_]{8}")  # as tempfile completes a name
 _CLOCK_TICKS = 100  # of /proc/PID/stat, per second, on every Linux that Python runs on (sysconf says so below)
 
 
