@@ -18,10 +18,11 @@ from support.durations import is_there, read_durations
 SOURCE = Path(paceline.__file__).parent
 ROOT = Path(__file__).parent.parent
 FILES = sorted(SOURCE.rglob("*.py"))
+BENCHMARKS = sorted((ROOT / "benchmarks" / "compare").rglob("*.py"))
 VAGUE = {"utils", "util", "helpers", "common", "misc", "base", "core", "manager", "types"}
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(SOURCE)))
+@pytest.mark.parametrize("file", [*FILES, *BENCHMARKS], ids=lambda f: str(f.relative_to(ROOT)))
 def test_a_file_says_what_it_is_for(file):
     assert ast.get_docstring(ast.parse(file.read_text())), "the first line says what the file is for"
     assert file.stem not in VAGUE, "name the file for what it does"
@@ -132,7 +133,11 @@ def test_every_dependency_has_its_reason():
 
 
 def test_nothing_is_unpickled():
-    hits = [f for f in FILES if re.search(r"\b(pickle\.|torch\.load\(|cloudpickle|shell=True)", f.read_text())]
+    hits = [
+        f
+        for f in [*FILES, *BENCHMARKS]
+        if re.search(r"\b(pickle\.|torch\.load\(|cloudpickle|shell=True)", f.read_text())
+    ]
     # A function for own children, by inherited memory; the other two name the package in words.
     sent = {SOURCE / name for name in ("run/sent_function.py", "run/notebook.py", "demo/examples.py")}
     assert set(hits) == sent
