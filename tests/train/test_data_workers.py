@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 
 import pytest
 from torch.utils.data import DataLoader
@@ -65,3 +66,26 @@ def test_a_users_error_is_raised_in_the_loop():
     )
     with pytest.raises(ValueError, match="no file for worker 0"):
         list(loader)
+
+
+@pytest.mark.parametrize(
+    ("is_alone", "error", "is_shown"),
+    [
+        (True, ConnectionResetError("reset by peer"), False),  # the rank was killed while it fetched a batch
+        (True, EOFError(), False),
+        (False, ConnectionResetError("reset by peer"), True),
+        (True, ValueError("no"), True),
+    ],
+)
+def test_an_error_of_a_worker_s_thread_is_shown_unless_its_rank_was_killed(is_alone, error, is_shown, monkeypatch):
+    monkeypatch.setattr(data_workers, "_KILLED_S", 0)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    shown = []
+    sys.excepthook = lambda *error: shown.append(error)
+    rank = os.getppid()
+    monkeypatch.setattr(os, "getpid", lambda: rank)
+    ends_with_rank(context=FORK)(0)
+    if is_alone:
+        monkeypatch.setattr(os, "getppid", lambda: 1)
+    sys.excepthook(type(error), error, None)
+    assert len(shown) == is_shown

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -12,6 +14,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data._utils.worker import _IterableDatasetStopIteration
 
 Begin = Callable[[int], Any]
+_KILLED_S = 0.5  # a process that is killed closes its connections before its children get another parent
 
 
 def ends_with_rank(begin: Begin | None = None, context: Any = None) -> Begin | None:
@@ -32,8 +35,20 @@ def ends_with_rank(begin: Begin | None = None, context: Any = None) -> Begin | N
 def _begin(rank_process: int, begin: Begin | None, worker: int) -> None:
     if os.getppid() != rank_process:
         os._exit(1)
+    sys.excepthook = partial(_show_unless_alone, rank_process, sys.excepthook)
     if begin is not None:
         begin(worker)
+
+
+def _show_unless_alone(
+    rank_process: int, show: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: Any
+) -> None:
+    """Show an error of a worker's thread, unless it is that the rank, which was killed, fetches a batch no longer."""
+    if issubclass(kind, ConnectionError | EOFError):
+        time.sleep(_KILLED_S)
+        if os.getppid() != rank_process:
+            return
+    show(kind, error, trace)
 
 
 _Batches = TypeVar("_Batches")
