@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline.comm.dtypes import has_fractions, wide_dtype
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16, torch.complex64)
+_WIDE = (torch.float64, torch.complex128)
 # A possible value of each distribution, often its middle, from the parameters of the operation.
 _CONSTANTS: dict[str, Callable[[dict[str, Any]], float]] = {
     "bernoulli": lambda given: 1.0,
@@ -53,15 +55,22 @@ class SameDraws(TorchDispatchMode):
         return _run_without_draws(func, args, kwargs)
 
 
+@functools.cache
+def _may_draw(func: Any) -> bool:
+    """True for an operation that draws, or has a probability of dropout among its arguments."""
+    name = func.overloadpacket.__name__
+    is_tagged = torch.Tag.nondeterministic_seeded in func.tags or name.startswith("random") or name in _UNTAGGED
+    return is_tagged or any(argument.name == "dropout_p" for argument in func._schema.arguments)
+
+
 def _run_without_draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not _may_draw(func):  # thousands in a pass
+        return func(*args, **kwargs)
     name = func.overloadpacket.__name__
     names = [argument.name for argument in func._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if "dropout_p" in given:  # attention, forwards and backwards
         return _run(func, {**given, "dropout_p": 0.0})
-    is_tagged = torch.Tag.nondeterministic_seeded in func.tags or name.startswith("random")
-    if not is_tagged and name not in _UNTAGGED:
-        return func(*args, **kwargs)
     if name == "native_dropout":
         kept_share = max(1 - args[1], 1e-6)  # with p = 1 it would be a division by zero
         return args[0] / kept_share, torch.ones_like(args[0], dtype=torch.bool)
@@ -95,9 +104,12 @@ def _widened(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     """Return the arguments with narrower numbers as wide ones; where a tensor is written into, in its dtype."""
     if kwargs.get("dtype") in _NARROW:
         kwargs = {**kwargs, "dtype": wide_dtype(kwargs["dtype"])}
-    # The digits of each part of complex numbers: one number of digits needs nothing; for two, many operations raise.
-    dtypes = {tensor.dtype.to_real() for tensor in _tensors(args) if has_fractions(tensor)}
-    if len(dtypes) < 2 or torch.float64 not in dtypes or func is torch.ops.aten.copy_.default:
+    # One number of digits needs nothing; for two, many operations raise.
+    dtypes = _dtypes(args)
+    if len(dtypes) < 2 or func is torch.ops.aten.copy_.default:
+        return args, kwargs
+    wide = [dtype for dtype in dtypes if dtype in _WIDE]
+    if not wide or not any(dtype not in _WIDE and _of_fractions(dtype) for dtype in dtypes):
         return args, kwargs
     target = torch.float64
     if func._schema.is_mutable and isinstance(args[0], torch.Tensor):
@@ -107,12 +119,19 @@ def _widened(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     return tuple(_cast(argument, target) for argument in args), kwargs
 
 
-def _tensors(args: tuple[Any, ...]) -> list[torch.Tensor]:
-    tensors = []
+def _dtypes(args: tuple[Any, ...]) -> set[torch.dtype]:
+    """Return the dtypes of all tensors among an operation's arguments, and in lists of these."""
+    dtypes = set()
     for argument in args:
-        values = argument if isinstance(argument, list | tuple) else [argument]
-        tensors += [value for value in values if isinstance(value, torch.Tensor)]
-    return tensors
+        if isinstance(argument, torch.Tensor):
+            dtypes.add(argument.dtype)
+        elif isinstance(argument, list | tuple):
+            dtypes |= {value.dtype for value in argument if isinstance(value, torch.Tensor)}
+    return dtypes
+
+
+def _of_fractions(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
