@@ -13,11 +13,16 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline
+from paceline.comm import api
 from paceline.nouns.errors import LossError
+from paceline.nouns.order import DataOrder
 from paceline.parallel.model_adapter import EagerAdapter
+from paceline.train import additive
 from paceline.train.additive import check_loss_adds_up, check_loss_is_no_mean
 from paceline.train.data import RankLoader, open_data
+from paceline.train.same_draws import SameDraws
 
+from support.ranks import run_ranks
 from support.unusual import Mixture
 
 WORDS, LENGTH, WIDTH = 23, 6, 8
@@ -269,8 +274,11 @@ def padded(samples):
     return {"ids": nn.utils.rnn.pad_sequence([sample["ids"] for sample in samples], True)}
 
 
-def try_out(model, loss, notices=None, ranks=2, is_whole=False, **parts):
-    """The trial of a job of `ranks` ranks, on one of them; or of one process, whose batches stay whole."""
+def try_out(model, loss, notices=None, ranks=2, is_whole=False, comm=None, **parts):
+    """The trial of a job of `ranks` ranks, on one of them; or of one process, whose batches stay whole.
+
+    With `comm` its ranks share the trials.
+    """
     torch.manual_seed(0)
     work = paceline.Workload(
         **{
@@ -293,7 +301,7 @@ def try_out(model, loss, notices=None, ranks=2, is_whole=False, **parts):
         if is_whole:
             check_loss_is_no_mean(placed, work, loader)
         else:
-            check_loss_adds_up(placed, work, loader, (notices if notices is not None else []).append)
+            check_loss_adds_up(placed, work, loader, (notices if notices is not None else []).append, comm)
     finally:
         after = made.state_dict().values()
         assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True)), "the trial left a trace"
@@ -549,3 +557,74 @@ def test_one_process_takes_what_may_be_meant(name):
 
 def test_a_mean_of_one_sample_is_taken():
     try_out(Net, mean_by_number, ranks=1, is_whole=True, batch_size=1)
+
+
+def count_of_passes(loss):
+    """A loss that counts its calls, and the counts."""
+    calls = []
+
+    def counted(model, batch):
+        calls.append(len(batch["ids"]))
+        return loss(model, batch)
+
+    return counted, calls
+
+
+def test_all_trials_are_made_on_one_copy_of_the_model(monkeypatch):
+    copies = []
+    original = additive._CopyFactory.__call__
+    monkeypatch.setattr(additive._CopyFactory, "__call__", lambda make: copies.append(make) or original(make))
+    loss, calls = count_of_passes(cross_entropy)
+    try_out(Net, loss, batch_size=4)
+    assert calls == [2, 1, 1] * 2  # two pairs of samples: a micro-batch has no more
+    assert len(copies) == 1
+
+
+def test_gradients_are_compared_outside_of_the_losss_modes(monkeypatch):
+    operations = set()
+    original = SameDraws.__torch_dispatch__
+
+    def noted(mode, func, types, args=(), kwargs=None):
+        operations.add(func.overloadpacket.__name__)
+        return original(mode, func, types, args, kwargs)
+
+    monkeypatch.setattr(SameDraws, "__torch_dispatch__", noted)
+    try_out(
+        functools.partial(nn.Embedding, WORDS, WORDS),
+        lambda model, batch: (model(batch["ids"]).sum(), len(batch["ids"])),
+    )
+    assert "embedding" in operations
+    assert not operations & {"cos", "linalg_vector_norm", "mv", "dot"}  # of the projections
+
+
+def of_second_trial():
+    """The first words of the samples that the second trial has, in a batch of four."""
+    order = DataOrder(0, 16, 4)
+    return [int(data()[order.index(position)]["ids"][0]) for position in (2, 3)]
+
+
+def shared_trials(rank, share):
+    """What a rank of two says of a loss whose samples meet in the second trial alone, and the sizes of its passes."""
+    api.init()
+    pair = of_second_trial()
+
+    def coupled(model, batch):
+        total, weight = cross_entropy(model, batch)
+        return total * (1 + share * (batch["ids"][:, 0].tolist() == pair)), weight
+
+    loss, calls = count_of_passes(coupled)
+    found = ""
+    try:
+        try_out(Net, loss, comm=api.world().comm, batch_size=4)
+    except LossError as error:
+        found = error.found
+    return found, calls
+
+
+def test_ranks_share_the_trials_and_each_says_what_is_wrong():
+    for found, calls in run_ranks(2, shared_trials, 0.0):
+        assert not found
+        assert calls == [2, 1, 1]  # one pair of samples, where one rank tries two
+    for found, calls in run_ranks(2, shared_trials, 0.01):  # only one rank's share shows it
+        assert "for 2 samples together it is" in found
+        assert len(calls) > 6

@@ -30,8 +30,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from paceline.comm.batch_norm import SharedForward
+from paceline.comm.collectives import AxisComm
 from paceline.comm.dtypes import as_real, has_fractions
 from paceline.nouns.errors import LossError, PacelineError
 from paceline.nouns.own_errors import own_line
@@ -134,21 +136,27 @@ class _UndecidableError(Exception):
     """The loss of a batch depends on more than the batch and the model, so that parts can't be compared with it."""
 
 
-def check_loss_adds_up(placed: ModelAdapter, workload: Workload, loader: RankLoader, notice: Notice) -> None:
+def check_loss_adds_up(
+    placed: ModelAdapter, workload: Workload, loader: RankLoader, notice: Notice, comm: AxisComm | None = None
+) -> None:
     """Raise LossError if the loss of some samples is not the sum of their losses: then no batch can be split.
 
-    Collective where the model is split and too large for a copy.
+    Collective with `comm`, and where the model is split and too large for a copy.
 
     Args:
         placed: the model as this rank holds it.
         workload: loss and, where the model is split, the factory of the copy.
         loader: has the samples.
         notice: told where the loss could not be tried.
+        comm: ranks that all check the same, between which the trials may be shared out.
     """
     if workload.data is None:
         notice("it was not checked that the loss is a sum over samples: the workload has no data to check it with")
         return
     trials = loader.trials()
+    defer_compiler_import()  # a dispatch mode asks for it, and it takes longer than the trial
+    if _add_up_on_all(placed, workload, loader, trials, comm):
+        return
     if trials == []:
         return  # a batch of one sample is never split
     if trials is None:
@@ -157,7 +165,6 @@ def check_loss_adds_up(placed: ModelAdapter, workload: Workload, loader: RankLoa
             "can't be cut"
         )
         return
-    defer_compiler_import()  # a dispatch mode asks for it, and it takes longer than the trial
     try:
         with kept_random_state():
             is_tried = _is_tried(placed, workload, loader, trials, notice)
@@ -233,6 +240,46 @@ def _is_tried(
     return False  # trying the split model is collective, and a copy may have failed on this rank alone
 
 
+def _add_up_on_all(
+    placed: ModelAdapter, workload: Workload, loader: RankLoader, trials: Sequence[Trial] | None, comm: AxisComm | None
+) -> bool:
+    """Make some of the trials on each rank; True if the loss adds up in all of them, the usual case. Collective.
+
+    After any other answer every rank makes all trials by itself, and says what is wrong.
+    """
+    if comm is None or comm.size == 1 or not isinstance(placed, EagerAdapter):
+        return False
+    add_up = False
+    with contextlib.suppress(Exception), kept_random_state():
+        add_up = _add_up(placed, workload, loader, _share(trials or [], comm.rank, comm.size))
+    rows = comm.aside().all_gather(torch.tensor([int(add_up)]))
+    return all(int(row) for row in rows)
+
+
+def _share(trials: Sequence[Trial], rank: int, ranks: int) -> list[Trial]:
+    """Return this rank's trials: as many on each rank, so that code which counts its calls counts alike everywhere.
+
+    Empty where there are none, or where something has to be said of the padding.
+    """
+    if any(trial.unpadded for trial in trials):
+        return []
+    count = math.ceil(len(trials) / ranks)
+    return [trials[(rank + ranks * turn) % len(trials)] for turn in range(count)]
+
+
+def _add_up(placed: ModelAdapter, workload: Workload, loader: RankLoader, trials: Sequence[Trial]) -> bool:
+    model = _model_to_copy(placed, workload, loader.device)
+    if model is None or not trials:
+        return False
+    with Bystanders(placed.model) as bystanders:
+        replica = _Replica(_CopyFactory(model, getattr(placed, "shared", None), bystanders))
+        for trial in trials:
+            results = replica.evaluate(workload.loss, _moved_all(trial.batches, loader.device, replica.make.mode))
+            if not all(result.is_finite for result in results) or _difference(results, replica.make.mode, trial.sizes):
+                return False
+    return True
+
+
 def _is_proven(placed: ModelAdapter) -> bool:
     """True if the graph's operations show that the loss adds up; batch norm's statistics are shared."""
     return not placed.couples_samples or "batch_norm" in placed.couples_samples
@@ -268,9 +315,16 @@ def _try_copies(factory: _CopyFactory, loss: Loss, given: tuple[Sequence[Trial],
 def _are_answered(make: _CopyFactory, loss: Loss, trials: Sequence[Trial], device: torch.device) -> bool:
     """Raise LossError if the loss does not add up in a trial; return False if one of them gave no answer."""
     are_answered = True
+    replica = _Replica(make)
     for trial in trials:  # every one, also after one without an answer: a later one may show that the loss is wrong
-        if not _is_answered(make, loss, trial.batches, trial.sizes, device):
+        batches = _moved_all(trial.batches, device, make.mode)
+        results = replica.evaluate(loss, batches)
+        if not all(result.is_finite for result in results):
             are_answered = False
+        elif _difference(results, make.mode, trial.sizes):
+            replica.drop()  # others are made to find out why
+            if not _is_explained(make, loss, batches, trial.sizes):
+                are_answered = False
     return are_answered
 
 
@@ -291,17 +345,12 @@ def _is_padding_counted(make: _CopyFactory, loss: Loss, trials: Sequence[Trial],
     return False
 
 
-def _is_answered(
-    make: _CopyFactory, loss: Loss, given: Sequence[Any], sizes: tuple[int, int], device: torch.device
-) -> bool:
-    """Raise LossError if the loss does not add up; return False if it is not finite."""
-    batches = _moved_all(given, device, make.mode)
-    results = _evaluate_all(make, loss, batches)
-    if not all(result.is_finite for result in results):
-        return False
-    # They add up: the usual case, one copy and three passes. All below looks for another reason than the loss.
-    if not _difference(results, make.mode, sizes):
-        return True
+def _is_explained(make: _CopyFactory, loss: Loss, batches: Sequence[Any], sizes: tuple[int, int]) -> bool:
+    """Look for another reason than the loss where parts do not add up; return False if that gives no answer.
+
+    Raises:
+        LossError: there is none.
+    """
     # Code that counts its calls gives other values each time: on fresh copies it does not.
     results = _evaluate_on_fresh_copies(make, loss, batches)
     (again,) = _evaluate_all(make, loss, [batches[0]])
@@ -457,7 +506,9 @@ class _CopyFactory:
         if not has_fractions(value):
             return value
         if self.mode.step:
-            noise = torch.randn(value.shape, dtype=value.dtype, generator=steps).to(value.device)
+            # Drawn in few bits, which takes a quarter of the time: these numbers need only be the same in each copy.
+            dtype = torch.complex64 if value.is_complex() else torch.float32
+            noise = torch.randn(value.shape, dtype=dtype, generator=steps).to(value.device)
             value += noise * self.mode.step * (value.abs().square().mean().sqrt() + _LEAST_STEP)
         if self.nudge:
             noise = torch.randn(value.shape, dtype=value.dtype, generator=nudges).to(value.device)
@@ -496,18 +547,45 @@ def _norm_by_fixed_statistics(module: nn.modules.batchnorm._BatchNorm, images: t
 
 def _evaluate_all(make: _CopyFactory, loss: Loss, batches: Sequence[Any], seed: int = _SEED) -> list[_Evaluation]:
     """Evaluate the loss of each batch on one copy, whose buffers and attributes are set back each time."""
-    model = make()
-    if seed != _SEED:
-        _seed_own_generators(model, seed)
-    state = ModuleState(model)
-    results = []
-    with _default_dtype(make.mode.dtype), grouped_products_in_float64():
-        for batch in batches:
-            state.put_back()  # each batch begins with the same buffers and the same random numbers
-            seed_sample(seed)
-            with make.bystanders.watching(model), torch.enable_grad(), SameDraws(make.mode.is_float64):
-                results.append(_evaluate(model, loss, batch))
-    return results
+    return _Replica(make, seed).evaluate(loss, batches)
+
+
+class _Replica:
+    """A copy of the model, made when it is first needed, on which losses are evaluated.
+
+    Args:
+        make: makes it.
+        seed: of the random numbers of each batch, and of the generators that modules hold where it is not the usual.
+    """
+
+    def __init__(self, make: _CopyFactory, seed: int = _SEED) -> None:
+        self.make = make
+        self.seed = seed
+        self.copied: tuple[nn.Module, ModuleState] | None = None
+
+    def evaluate(self, loss: Loss, batches: Sequence[Any]) -> list[_Evaluation]:
+        """Evaluate the loss of each batch; buffers and attributes are set back each time."""
+        model, state = self.copied or self._copy()
+        mode = self.make.mode
+        results = []
+        with _default_dtype(mode.dtype), grouped_products_in_float64():
+            for batch in batches:
+                state.put_back()  # each batch begins with the same buffers and the same random numbers
+                seed_sample(self.seed)
+                with self.make.bystanders.watching(model), torch.enable_grad(), SameDraws(mode.is_float64):
+                    results.append(_evaluate(model, loss, batch))
+        return results
+
+    def _copy(self) -> tuple[nn.Module, ModuleState]:
+        model = self.make()
+        if self.seed != _SEED:
+            _seed_own_generators(model, self.seed)
+        self.copied = model, ModuleState(model)
+        return self.copied
+
+    def drop(self) -> None:
+        """Free its memory; the next evaluation makes another."""
+        self.copied = None
 
 
 def _evaluate(model: nn.Module, loss: Loss, batch: Any) -> _Evaluation:
@@ -517,7 +595,8 @@ def _evaluate(model: nn.Module, loss: Loss, batch: Any) -> _Evaluation:
 
     def note(name: str, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
-        projection, norm = _projected(parameter.grad)
+        with _disable_current_modes():  # they are of the loss; an operation under one takes ten times as long
+            projection, norm = _projected(parameter.grad)
         projections[name] = projections.get(name, 0.0) + projection
         norms[name] = norms.get(name, 0.0) + norm
         parameter.grad = None  # never more than one is held
@@ -554,14 +633,19 @@ def _projected(gradient: torch.Tensor) -> tuple[float, float]:
     flat = as_real(wide.detach()).double().reshape(-1)
     # The fixed tensor is the outer product of `along` and `across`, so that it never has to be held whole.
     rows, rest = divmod(len(flat), _WIDTH)
-    places = torch.arange(max(rows, _WIDTH), device=flat.device, dtype=torch.float64)
-    across = torch.cos(1.3 * places[:_WIDTH] + 0.4)
-    along = torch.cos(0.7 * places[:rows] + 0.1)
+    across = _waves(_WIDTH, flat.device, 1.3, 0.4)
+    along = _waves(rows, flat.device, 0.7, 0.1)
     # One number per gradient is kept, so parts can be compared although no two gradients are held at once.
     product = flat[len(flat) - rest :] @ across[:rest]
     if rows:
         product = product + along @ (flat[: rows * _WIDTH].view(rows, _WIDTH) @ across)
     return float(product), float(flat.norm())
+
+
+@functools.lru_cache(maxsize=8)  # a model has few sizes; of a tensor a thousandth of its memory is kept
+def _waves(count: int, device: torch.device, step: float, start: float) -> torch.Tensor:
+    """Return so many fixed numbers."""
+    return torch.cos(step * torch.arange(count, device=device, dtype=torch.float64) + start)
 
 
 @contextlib.contextmanager

@@ -287,7 +287,7 @@ class Job:
 
     def _check_may_cut(self, placed: ModelAdapter) -> None:
         """Raise LossError where the loss is no sum over samples, and batches are to be cut."""
-        prepare.check_may_cut(placed, self.workload, self.loader, self.mesh, self.notice)
+        prepare.check_may_cut(placed, self.workload, self.loader, self.comms, self.mesh, self.notice)
 
     def _open_data(self) -> Any:
         return () if self.workload.data is None else open_data("data", self.workload.data)

@@ -22,7 +22,7 @@ from paceline.nouns.mesh import CUTTING_AXES, GRAPH_AXES, Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.shard_spec import ShardSpec
 from paceline.nouns.workload import Workload
-from paceline.parallel.apply import strategy_of
+from paceline.parallel.apply import Comms, strategy_of
 from paceline.parallel.model_adapter import EagerAdapter, ModelAdapter
 from paceline.parallel.optimizer_list import OptimizerList, as_one, check_shared_out
 from paceline.parallel.optimizer_parts import parts_of
@@ -285,9 +285,14 @@ def _check_no_state(optimizer: torch.optim.Optimizer, whole: Mapping[torch.nn.Pa
 
 
 def check_may_cut(
-    placed: ModelAdapter, workload: Workload, loader: RankLoader, mesh: Mesh, notice: Callable[[str], None]
+    placed: ModelAdapter,
+    workload: Workload,
+    loader: RankLoader,
+    comms: Comms,
+    mesh: Mesh,
+    notice: Callable[[str], None],
 ) -> None:
-    """Check that batches may be cut as the plan wants it.
+    """Check that batches may be cut as the plan wants it. Collective.
 
     Raises:
         PlanError: the plan has the pipeline cut batches, and the model writes into its buffers once per piece, or its
@@ -299,7 +304,7 @@ def check_may_cut(
         _check_pieces_may_meet(placed, workload, loader.pieces_wanted)
     # Where no batch is split, the loss may be anything.
     if mesh.data_size > 1 or workload.micro_batch_size is not None or loader.pieces_wanted > 1:
-        check_loss_adds_up(placed, workload, loader, notice)
+        check_loss_adds_up(placed, workload, loader, notice, comms.step)
     elif mesh.world_size == 1 and isinstance(placed, EagerAdapter):
         check_loss_is_no_mean(placed, workload, loader)
 
