@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 
-from paceline.launch.source_files import find_module
+import paceline
+from paceline.launch.source_files import find_module, sources
 from paceline.launch.workload_file import read_workload_file
 from paceline.nouns.errors import PlanError, UsageError
 from paceline.nouns.plan import Plan
@@ -90,3 +94,12 @@ def test_a_module_that_is_not_there_is_one_error(tmp_path, monkeypatch, name, sa
     with pytest.raises(UsageError) as raised:
         find_module(name)
     assert says in str(raised.value)
+
+
+def test_pacelines_own_files_are_none_of_a_program(tmp_path, monkeypatch):
+    """Where PYTHONPATH names its sources: 200 of them, read before any rank starts."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(paceline.__file__).parents[1]))
+    write(tmp_path, {"main.py": LOOP, "other.py": "import paceline.train.job\n"})
+    for name in ("main.py", "other.py"):
+        path = tmp_path / name
+        assert len(list(sources(path, ast.parse(path.read_text()), tmp_path))) == 1

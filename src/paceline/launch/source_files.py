@@ -15,6 +15,7 @@ from paceline.nouns.errors import ReadError, UsageError, did_you_mean
 from paceline.nouns.reading import read_text
 
 _MOST_FILES = 200  # of one program; what lies deeper is not looked at
+_OWN = Path(__file__).resolve().parents[1]
 
 
 def find_module(name: str) -> Path:
@@ -50,7 +51,7 @@ def find_module(name: str) -> Path:
 
 
 def sources(path: Path, tree: ast.Module, root: Path) -> Iterator[ast.Module]:
-    """Yield a file's source, then those that it imports, nearest first; of what is installed none.
+    """Yield a file's source, then those that it imports, nearest first; of what is installed none, nor of Paceline.
 
     Args:
         path: of the file.
@@ -64,9 +65,10 @@ def sources(path: Path, tree: ast.Module, root: Path) -> Iterator[ast.Module]:
         path, tree = waiting.pop(0)
         yield tree
         for imported in _imported(path, tree, roots):
-            if imported.resolve() in seen or len(seen) >= _MOST_FILES:
+            file = imported.resolve()
+            if file in seen or len(seen) >= _MOST_FILES or _OWN in file.parents:
                 continue
-            seen.add(imported.resolve())
+            seen.add(file)
             try:
                 waiting.append((imported, ast.parse(read_text(imported))))
             except (SyntaxError, ReadError, ValueError, RecursionError, MemoryError):
