@@ -162,7 +162,7 @@ def test_answers_from_before_some_progress_do_not_count(tmp_path, monkeypatch):
         answered.wait(30)
         return Facts(run=RUN, ranks=STANDS)
 
-    monkeypatch.setattr("paceline.run.supervise.verdict.collect", collect)
+    monkeypatch.setattr("paceline.run.job_facts.collect", collect)
     timeout = Timeout(tmp_path, LIMIT_S)
     looks = itertools.count(0, 5)
     while not asked.is_set():

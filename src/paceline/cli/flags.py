@@ -9,14 +9,16 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.launch.cluster_file import TABLES
-from paceline.launch.kubernetes.request import KubernetesOptions
 from paceline.launch.sbatch_options import TAKEN
 from paceline.nouns.errors import UsageError
 from paceline.nouns.reading import read_text
 from paceline.run.request import ELASTIC, NAMED_RANK, NODE, PLACES, RANK
+
+if TYPE_CHECKING:
+    from paceline.launch.kubernetes.request import KubernetesOptions
 
 _JOBS = frozenset({*PLACES, ELASTIC, NODE, NAMED_RANK, RANK})
 _SUPERVISED = _JOBS - {NAMED_RANK, RANK}  # `paceline run` itself ends the ranks

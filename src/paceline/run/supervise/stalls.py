@@ -15,13 +15,15 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.nouns.errors import ReadError, UsageError
 from paceline.nouns.reading import COUNT, read_json
 from paceline.run.failures import made_no_progress
-from paceline.run.job_facts import Facts, RankFacts
 from paceline.run.supervise.verdict import Verdict
+
+if TYPE_CHECKING:  # every job begins with this file, and few ever stand still
+    from paceline.run.job_facts import Facts, RankFacts
 
 AT_START = "the start, until all ranks are there"  # what a rank waits in
 FOLDER = "stalls"  # in the run directory

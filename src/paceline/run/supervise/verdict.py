@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from paceline.run.causes import Cause, causes
-from paceline.run.job_facts import Facts, collect
+if TYPE_CHECKING:
+    from paceline.run.causes import Cause
+    from paceline.run.job_facts import Facts
 
 _MOST = 3  # causes that are told: the others follow from them
 
@@ -60,6 +62,10 @@ class Verdict:
         self.dropped += 1
 
     def _judge(self, dropped: int) -> None:
+        # Every job begins with this file, and few ever stand still.
+        from paceline.run.causes import causes
+        from paceline.run.job_facts import collect
+
         facts = collect(self.run_dir, self.answer_s)
         if dropped != self.dropped:
             return

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.nouns.errors import PeerLostError, UsageError
-from paceline.server.protocol.messages import Worker
+
+if TYPE_CHECKING:  # every command that starts a job imports this file
+    from paceline.server.protocol.messages import Worker
 
 SILENCE = "PACELINE_SILENCE_S"  # the variable that says how long a worker may be silent
 SILENCE_S = 60.0

@@ -15,9 +15,9 @@ from paceline.nouns.errors import PeerLostError, UsageError
 from paceline.nouns.reading import parse_whole, shown
 from paceline.server.transport.accept import Acceptor, bound, bound_unix
 from paceline.server.transport.connection import Connection
+from paceline.server.transport.credentials import AUTHORITY, CERTIFICATE, KEY
 
 UNIX = "unix:"
-AUTHORITY, CERTIFICATE, KEY = "authority.pem", "certificate.pem", "key.pem"
 CONNECT_S = 20.0
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.nouns.errors import UsageError
-from paceline.server.transport.address import AUTHORITY, CERTIFICATE, KEY
 
+AUTHORITY, CERTIFICATE, KEY = "authority.pem", "certificate.pem", "key.pem"
 ROLES = ("coordinator", "server", "worker", "watcher")
 DAYS = 30
 _NAME = "paceline job authority"
