@@ -454,7 +454,7 @@ class Job:
     def _write_step(self) -> None:
         """Write the record of the last step, and where its time went."""
         assert self.last is not None
-        if self.run_dir is None and not self.workload.sinks:
+        if self.run_dir is None and self.times_file.file is None and not self.workload.sinks:
             return  # nobody reads what a step has done
         times = self.times_file.end_step(self.step_number)
         if self.events.is_open:
