@@ -55,6 +55,7 @@ INTERNAL = {
         "batches",
         "step",
         "batches_of",
+        "begin_batch",
         "restore_own_state",
         "facts",
         "take",

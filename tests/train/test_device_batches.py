@@ -537,7 +537,7 @@ def loop_over(workers, steps=None):
     job.take = lambda *given: None
     job.alone = None
     job.taken = SimpleNamespace(thread=threading.get_ident())
-    job.first_step = SimpleNamespace(begin_loop=lambda job: None)
+    job.begin_batch = lambda: False
     cut = CutLoader(DataLoader(Drawn(), batch_size=5, shuffle=True, num_workers=workers), 7)
     return loop_job.LoopLoader(job, cut), cut
 
