@@ -4,6 +4,7 @@ import collections
 import copy
 import sys
 import types
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,9 @@ import torch
 from torch import nn
 from updating import WIDE, assert_same, captured_of, in_stages, loss, make, trained
 
+from paceline.graph import capture as capture_module
 from paceline.graph import kept_values
+from paceline.graph.capture import capture
 from paceline.nouns.errors import WorkloadError
 
 EXACT, REFUSED = {}, {}
@@ -302,3 +305,11 @@ def test_the_main_module_is_the_persons_unless_it_is_of_verify(monkeypatch, file
         main.__file__ = str(Path(kept_values.__file__).parents[1] / file)
     monkeypatch.setitem(sys.modules, "__main__", main)
     assert kept_values._is_user_code("__main__") is is_of_the_user
+
+
+@pytest.mark.parametrize(("states", "is_refused"), [([1, 2, 2, 2], False), ([1, 2, 2, 3], True)])
+def test_what_another_thread_draws_once_refuses_no_model(states, is_refused, monkeypatch):
+    seen = iter(states)
+    monkeypatch.setattr(capture_module, "_plain_random_state", lambda: next(seen, states[-1]))
+    with pytest.raises(WorkloadError, match="random numbers") if is_refused else nullcontext():
+        capture(nn.Linear(2, 1), lambda model, batch: model(batch).sum(), torch.ones(3, 2), torch.device("cpu"))

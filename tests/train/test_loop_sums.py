@@ -584,7 +584,7 @@ def mistaken(rank, mistake):
         mistake(job, model, optimizer, own(job, AT))
     except PacelineError as error:
         same = all(torch.equal(now, then) for now, then in zip(values(model), before, strict=True))
-        gradients = [float(parameter.grad.abs().sum()) for parameter in model.parameters()]
+        gradients = [0.0 if p.grad is None else float(p.grad.abs().sum()) for p in model.parameters()]
         return type(error), same, gradients
     return None
 

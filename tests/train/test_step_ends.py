@@ -256,7 +256,7 @@ def trained_without_a_loader(rank, size, plan):
 def test_a_loop_without_a_loader_leaves_the_message_out_too(plan):
     alone = run_ranks(1, trained_without_a_loader, 1, plan)[0]
     for calls, step, values in run_ranks(2, trained_without_a_loader, 2, plan):
-        # The first steps' ends are said, and the sums that begin early come on top from the third on.
+        # The first steps' ends are said.
         assert calls[FIRST_STEPS] - calls[FIRST_STEPS + 1] == 1
         assert len(set(calls[FIRST_STEPS + 1 :])) == 1
         assert step == STEPS

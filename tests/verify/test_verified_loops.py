@@ -59,12 +59,12 @@ def scaled(factor):
     """All gradients times `factor`, on every rank."""
     from paceline.parallel.pieces import PiecewiseParallel
 
-    def reduce(plain, self, target, is_early):
-        plain(self, target, is_early)
+    def note(plain, self, target):
+        plain(self, target)
         for parameter in target.parameters.values():
             parameter.grad.mul_(factor)
 
-    wrap(PiecewiseParallel, "_reduce", reduce)
+    wrap(PiecewiseParallel, "_note_summed", note)
 
 
 def changed_at_end(change):

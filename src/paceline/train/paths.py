@@ -39,7 +39,7 @@ class Paths:
         self.counts: Counts = {}
         self.told: set[str] = set()
         self.watching = ExitStack()  # a loop's models are watched from one step's end to the next
-        self.is_watching = comm.size > 1  # in the first steps; equal on all ranks
+        self.is_watching = comm.size > 1 and self.steps < FIRST_STEPS  # in the first steps; equal on all ranks
 
     @contextlib.contextmanager
     def watched(self, in_models: bool = False) -> Iterator[None]:
