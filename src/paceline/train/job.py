@@ -454,13 +454,13 @@ class Job:
     def _write_step(self) -> None:
         """Write the record of the last step, and where its time went."""
         assert self.last is not None
-        if self.run_dir is None and self.times_file.file is None and not self.workload.sinks:
-            return  # nobody reads what a step has done
-        times = self.times_file.end_step(self.step_number)
-        if self.events.is_open:
-            self.events.write({**self.last.to_json(), "times": times})
+        is_shown = self.events.file is not None or bool(self.events.sinks)
+        if is_shown or self.times_file.file is not None:
+            times = self.times_file.end_step(self.step_number)
+            if is_shown:
+                self.events.write({**self.last.to_json(), "times": times})
         # Every rank knows whether somebody reads events: all take part, or none.
-        if self.step_number % _LOADS_EVERY == 0:
+        if self.step_number % _LOADS_EVERY == 0 and (self.run_dir is not None or self.workload.sinks):
             for load in self.parallel.expert_loads():
                 self.events.write(load.to_json(self.step_number))
         if self.profiler.steps is not None:
