@@ -84,10 +84,12 @@ def test_an_interruption_is_one_line_and_leaves_nothing(tmp_path):
     assert wait_for(lambda: any("paceline.profile." in found for found in leftovers(tmp_path)), 120)
     command.send_signal(signal.SIGINT)
     out, err = command.communicate()
-    assert (command.returncode, out) == (130, "")
+    # Where the signal meets Python's `exec`, as in a dataclass, Python ends by the signal: a shell sees 130 then too.
+    assert command.returncode in (130, -signal.SIGINT), err
+    assert out == ""
     assert err.splitlines()[-1] == "paceline: interrupted"
     assert "Traceback" not in err
-    assert wait_for(lambda: not leftovers(tmp_path)), leftovers(tmp_path)
+    assert wait_for(lambda: not leftovers(tmp_path), 60), leftovers(tmp_path)
 
 
 MOMENTS = """
