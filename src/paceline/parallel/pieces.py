@@ -776,7 +776,7 @@ class PiecewiseParallel(Parallel):
         return self.comms.step.ledger.calls.total() - sent
 
     def _finish_failed(self) -> None:
-        """Take part in the sums of a backward pass that has raised: ranks where it has not wait for them."""
+        """Finish the sums of a backward pass that has raised, for which ranks without an error wait. Collective."""
         running = self.running
         if running is not None:
             with self._as_trained(running.target):

@@ -93,7 +93,7 @@ class FirstStep:
     """The comparison of a job: due, under way, or done.
 
     Attributes:
-        is_active: it is not done.
+        is_active: the comparison is due or under way.
         is_due: the next step is to be compared.
         has_differed: the step was not that of one process, and nothing may be saved.
         process: takes the step too; None where none does.

@@ -206,7 +206,7 @@ class Job:
     is_closing: bool = False
     scheduled: list[Any] | None = None  # how often the schedulers have stepped, as far as `step` knows
     has_taken: bool = False  # the loop has taken batches of the job
-    has_begun: bool = False  # a step
+    has_begun: bool = False  # the loop has begun a step
 
     def __init__(self, workload: Workload, plan: Plan, clock: Clock | None = None) -> None:
         api.check_own_process()
