@@ -1,0 +1,1 @@
+"""The names of `horovod.common` that scripts for PyTorch import."""

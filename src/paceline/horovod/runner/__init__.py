@@ -1,0 +1,5 @@
+"""Run a function on several processes: `horovod.runner.run`."""
+
+from paceline.horovod.runner.gathered_call import run
+
+__all__ = ["run"]
