@@ -16,8 +16,8 @@ from paceline.integrations.training_arguments import FIELDS, HARMLESS, HONOURED,
 from paceline.integrations.transformers import Trainer
 from paceline.nouns.errors import CheckpointError, LossError, PacelineError, UsageError, WorkloadError
 
+from support.documented_commands import ROOT
 from support.fine_tuning import arguments, bert, classes, llama, texts
-from support.shown import ROOT
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
 NAMES = [field.name for field in dataclasses.fields(TrainingArguments)]

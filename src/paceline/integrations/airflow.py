@@ -78,7 +78,7 @@ class PacelineOperator(BaseOperator):
         python: str = sys.executable,
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
-        **task: Any,
+        **task: object,
     ) -> None:
         super().__init__(**task)
         self.file = file
@@ -204,7 +204,7 @@ def _raise_unless_done(job: str, code: int, result: Mapping[str, Any]) -> None:
     raise AirflowException(f"the job {job} ended with exit code {code}\n{told}")
 
 
-def _refusal(result: Mapping[str, Any]) -> str:
+def _refusal(result: Mapping[str, object]) -> str:
     error = result.get("error")
     if not isinstance(error, dict):
         return "what it said is in the log above"

@@ -28,7 +28,7 @@ from paceline.train.whole_state import whole_state
 _ASKED = "save_adapter writes the adapters of a peft.PeftModel"
 
 
-def save_adapter(job: LoopJob, model: Any, folder: str | Path) -> None:
+def save_adapter(job: LoopJob, model: object, folder: str | Path) -> None:
     """Write the adapters of a model to a folder from which `peft.PeftModel.from_pretrained` loads them. Collective.
 
     Only the adapters' tensors are put together, and those of `modules_to_save`; the base model's stay where they are.
@@ -63,7 +63,7 @@ def save_adapter(job: LoopJob, model: Any, folder: str | Path) -> None:
 
 
 def write_adapter(
-    job: LoopJob, model: Any, folder: Path, others: Callable[[Path], Any], check: Callable[[Path], None]
+    job: LoopJob, model: object, folder: Path, others: Callable[[Path], object], check: Callable[[Path], None]
 ) -> None:
     """Do what `save_adapter` does.
 

@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -40,7 +39,7 @@ def prefix_of(job: LoopJob, model: torch.nn.Module, call: str) -> str:
 
 
 def save_model(
-    job: LoopJob, model: torch.nn.Module, folder: str | Path, others: Callable[[Path], Any] = lambda path: None
+    job: LoopJob, model: torch.nn.Module, folder: str | Path, others: Callable[[Path], object] = lambda path: None
 ) -> None:
     """Write one of the models of a loop, whole, under every plan. Collective.
 
@@ -146,9 +145,7 @@ def _move_files(source: Path, folder: Path) -> None:
 def _of_rank_0(job: LoopJob, failure: PacelineError | None) -> PacelineError | None:
     """Return rank 0's failure on every rank; None if it has none. Collective."""
     text = "" if failure is None else "\0".join((failure.asked, failure.found, failure.fix))
-    sent = torch.tensor(list(text.encode()), dtype=torch.uint8)
-    rows = job.world.all_gather(sent)
-    answer = bytes(rows[0].tolist()).decode()
+    answer = job.world.all_gather_text(text)[0]
     if not answer:
         return None
     asked, found, fix = answer.split("\0")

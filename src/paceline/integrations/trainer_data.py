@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from paceline.nouns.errors import WorkloadError
-from paceline.train.data_workers import ends_with_rank
+from paceline.train.data import cut_part
+from paceline.train.loader import options_of
 
 
 class SeededOrder(Sampler[int]):
@@ -87,10 +88,9 @@ class MicroBatches:
 
     def __call__(self, samples: list[Any]) -> list[Any]:
         """Return the micro-batches."""
-        size = self.size or -(-len(samples) // self.count)
         found = []
-        for start in range(0, len(samples), size):
-            batch = self.collate(samples[start : start + size])
+        for piece in cut_part(range(len(samples)), 0 if self.size else self.count, self.size):
+            batch = self.collate(samples[piece.start : piece.stop])
             found.append(dict(batch) if isinstance(batch, Mapping) else batch)
         return found
 
@@ -128,17 +128,4 @@ def steps_of(loader: DataLoader[Any], count: int, parts: int) -> DataLoader[Any]
         options |= {"batch_size": loader.batch_size * count, "drop_last": loader.drop_last}
     else:
         options["batch_sampler"] = StepBatches(loader.batch_sampler, count)
-    if loader.num_workers:
-        options |= {
-            "multiprocessing_context": loader.multiprocessing_context,
-            "prefetch_factor": loader.prefetch_factor,
-            "timeout": loader.timeout,
-            "worker_init_fn": ends_with_rank(loader.worker_init_fn, loader.multiprocessing_context),
-        }
-    return DataLoader(
-        loader.dataset,
-        num_workers=loader.num_workers,
-        pin_memory=loader.pin_memory,
-        generator=loader.generator,
-        **options,
-    )
+    return DataLoader(loader.dataset, generator=loader.generator, **options_of(loader), **options)

@@ -16,8 +16,7 @@ from transformers.trainer_pt_utils import EvalLoopContainer, atleast_1d, find_ba
 
 from paceline.comm.pytree import map_tensors
 from paceline.integrations.trainer_loss import IGNORED
-from paceline.train.data_workers import ends_with_rank
-from paceline.train.device_batches import moved
+from paceline.train.loader import moved, opened, options_of
 from paceline.train.loop_job import LoopJob
 from paceline.train.seed import kept_random_state, seed_sample
 
@@ -89,7 +88,7 @@ def _sums(loss: Any, rows: int, filters: bool) -> torch.Tensor:
     )
 
 
-def _add(container: EvalLoopContainer, job: LoopJob, value: Any, rows: int) -> None:
+def _add(container: EvalLoopContainer, job: LoopJob, value: object, rows: int) -> None:
     if value is None:
         return
     container.add(map_tensors(value, lambda tensor: _gathered(job, atleast_1d(tensor)[:rows])))
@@ -107,7 +106,7 @@ def _gathered(job: LoopJob, tensor: torch.Tensor) -> torch.Tensor:
     return job.all_gather(padded)
 
 
-def _own_batches(job: LoopJob, loader: DataLoader[Any]) -> Iterator[tuple[Any, bool]]:
+def _own_batches(job: LoopJob, loader: DataLoader[Any]) -> Iterator[tuple[object, bool]]:
     """Yield this rank's batches, and whether each counts: a rank with fewer takes one again, to keep pace."""
     part, parts = job.data_rank, job.data_size
     if parts == 1:
@@ -119,7 +118,7 @@ def _own_batches(job: LoopJob, loader: DataLoader[Any]) -> Iterator[tuple[Any, b
         yield from _of_items(job, loader, part, parts)
 
 
-def _of_items(job: LoopJob, loader: DataLoader[Any], part: int, parts: int) -> Iterator[tuple[Any, bool]]:
+def _of_items(job: LoopJob, loader: DataLoader[Any], part: int, parts: int) -> Iterator[tuple[object, bool]]:
     sampler: Any = loader.batch_sampler
     with kept_random_state():  # a sampler that draws gives all ranks the same batches
         seed_sample(job.seed, 0)
@@ -128,26 +127,12 @@ def _of_items(job: LoopJob, loader: DataLoader[Any], part: int, parts: int) -> I
     counting = len(own)
     rounds = -(-len(batches) // parts)
     own += batches[:1] * (rounds - counting)
-    options: dict[str, Any] = {}
-    if loader.num_workers:
-        options = {
-            "multiprocessing_context": loader.multiprocessing_context,
-            "prefetch_factor": loader.prefetch_factor,
-            "worker_init_fn": ends_with_rank(loader.worker_init_fn, loader.multiprocessing_context),
-        }
-    mine: DataLoader[Any] = DataLoader(
-        loader.dataset,
-        batch_sampler=own,
-        collate_fn=loader.collate_fn,
-        num_workers=loader.num_workers,
-        pin_memory=loader.pin_memory,
-        **options,
-    )
+    mine = opened(loader.dataset, batch_sampler=own, collate_fn=loader.collate_fn, **options_of(loader))
     for number, batch in enumerate(mine):
         yield batch, number < counting
 
 
-def _of_stream(loader: DataLoader[Any], part: int, parts: int) -> Iterator[tuple[Any, bool]]:
+def _of_stream(loader: DataLoader[Any], part: int, parts: int) -> Iterator[tuple[object, bool]]:
     """Yield from a stream, which every rank reads."""
     batches: list[Any] = []
     for batch in loader:

@@ -71,7 +71,7 @@ class TrainerLoss:
         if own is not None:
             self.wants_count = _takes(own, "num_items_in_batch")
 
-    def __call__(self, model: Any, inputs: dict[str, Any], items: Any) -> tuple[torch.Tensor, Any]:
+    def __call__(self, model: Any, inputs: dict[str, Any], items: Any) -> tuple[torch.Tensor, object]:
         """Return the mean loss of a micro-batch, and what the model returned.
 
         Args:
@@ -106,7 +106,7 @@ class TrainerLoss:
         return find_batch_size(dict(inputs)) or 1
 
 
-def _takes(function: Callable[..., Any], name: str) -> bool:
+def _takes(function: Callable[..., object], name: str) -> bool:
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -115,7 +115,7 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
     return has_any or name in parameters
 
 
-def _own_loss(model: Any, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+def _own_loss(model: object, outputs: object, inputs: Mapping[str, object]) -> torch.Tensor:
     loss = None
     if isinstance(outputs, Mapping):
         loss = outputs.get("loss")

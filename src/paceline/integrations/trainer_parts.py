@@ -33,7 +33,7 @@ class KeptState:
         self.samples = samples
 
     def callbacks(self) -> Iterator[tuple[str, Any]]:
-        """Yield callbacks with a state, by a name that is theirs alone."""
+        """Yield callbacks with a state, by a name that no other callback has."""
         for number, callback in enumerate(self.trainer.callback_handler.callbacks):
             if isinstance(callback, ExportableState):
                 yield f"{number} {type(callback).__name__}", callback
@@ -61,7 +61,7 @@ class KeptState:
             )
 
 
-def checked_model(model: Any, make: Callable[[], torch.nn.Module] | None) -> torch.nn.Module:
+def checked_model(model: object, make: Callable[[], torch.nn.Module] | None) -> torch.nn.Module:
     """Return the model.
 
     Raises:
@@ -95,14 +95,14 @@ def checked_model(model: Any, make: Callable[[], torch.nn.Module] | None) -> tor
     return made
 
 
-def collator_of(processing_class: Any) -> Callable[[list[Any]], Any]:
+def collator_of(processing_class: object) -> Callable[[list[Any]], Any]:
     """Return what makes a batch of samples where no data_collator is given: with a tokenizer it pads."""
     if isinstance(processing_class, PreTrainedTokenizerBase):
         return DataCollatorWithPadding(processing_class)
     return default_data_collator
 
 
-def logits_of(outputs: Any, ignored: list[str], has_loss: bool) -> Any:
+def logits_of(outputs: object, ignored: list[str], has_loss: bool) -> Any:
     """Return what a model predicted: all that it returned but the loss and what is ignored."""
     if isinstance(outputs, Mapping):
         logits = tuple(value for name, value in outputs.items() if name not in [*ignored, "loss"])

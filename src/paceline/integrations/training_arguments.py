@@ -1,7 +1,7 @@
 """Which fields of `transformers.TrainingArguments` mean here what they mean there, and what to write for the others.
 
-FIELDS has every field of transformers 5.24, and some that older ones have besides. A field that is not in it is taken
-at its default alone.
+FIELDS has every field of transformers 5.24, and some that older ones have besides. A field that is not in it is
+accepted only at its default.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Rule:
     takes: Callable[[Any], bool] | None = None
 
 
-def _one_of(*values: str) -> Callable[[Any], bool]:
+def _one_of(*values: str) -> Callable[[object], bool]:
     return lambda value: str(getattr(value, "value", value)) in values
 
 
@@ -173,7 +173,7 @@ def _set_of_accelerator(value: Any) -> list[str]:
     return [name for name in names if getattr(value, name, None) != getattr(usual, name)]
 
 
-def check_arguments(arguments: Any) -> None:
+def check_arguments(arguments: object) -> None:
     """Raise WorkloadError unless every field has its default or is honoured.
 
     Args:
@@ -203,7 +203,7 @@ def check_arguments(arguments: Any) -> None:
             )
 
 
-def _is_taken(rule: Rule, value: Any, default: Any) -> bool:
+def _is_taken(rule: Rule, value: object, default: object) -> bool:
     if rule.kind == HARMLESS or _is_same(value, default):
         return True
     if rule.kind == REFUSED:
@@ -211,7 +211,7 @@ def _is_taken(rule: Rule, value: Any, default: Any) -> bool:
     return rule.takes is None or rule.takes(value)
 
 
-def _is_same(value: Any, default: Any) -> bool:
+def _is_same(value: object, default: object) -> bool:
     """True for the default, and for what TrainingArguments makes of it."""
     plain = getattr(value, "value", value)  # of an enumeration
     if type(default) is bool:
@@ -220,11 +220,11 @@ def _is_same(value: Any, default: Any) -> bool:
     return bool(plain == default) or (is_empty and default in (None, "", "none"))
 
 
-def _default_of(field: dataclasses.Field[Any]) -> Any:
+def _default_of(field: dataclasses.Field[Any]) -> object:
     if field.default is not dataclasses.MISSING:
         return field.default
     return None if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return f"{getattr(value, 'value', value)!r:.60}"

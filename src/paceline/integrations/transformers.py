@@ -7,7 +7,7 @@
     trainer.train()
     trainer.save_model("model")
 
-What the arguments mean is in `training_arguments.py`. The loop is here, and calls `paceline.prepare` as a person's own
+What the arguments mean is in `training_arguments.py`. The loop is here, and calls `paceline.prepare` as a user's own
 does, so `paceline run`, `paceline verify` and `paceline plan` take the script as they take a loop.
 """
 
@@ -482,10 +482,10 @@ class Trainer:
     def _recompute(self) -> None:
         """Have the model compute activations again in the backward pass."""
         settings = getattr(self.args, "activation_checkpointing_kwargs", self.args.gradient_checkpointing_kwargs)
-        if "tensor" in Mesh.parse(read_plan(os.environ, paceline.size()).mesh).used():
+        if Mesh.parse(read_plan(os.environ, paceline.size()).mesh).places > 1:
             raise WorkloadError(
                 "gradient_checkpointing runs parts of the model a second time",
-                "under tensor the model runs as one graph, which keeps its activations",
+                "under tensor, context and expert the model runs as one graph, which keeps its activations",
                 "leave it out, or write shard=N in the plan",
             )
         enable = getattr(self.model, "activation_checkpointing_enable", None)
@@ -584,8 +584,9 @@ class Trainer:
         return self._finish(job, first, began_s)
 
     def _resume(self, job: LoopJob, folder: str | bool) -> None:
-        if job.loaded_folder is not None:
-            job.notice(f"goes on from the run's {job.loaded_folder.name}; resume_from_checkpoint is not looked at")
+        loaded = job.checkpoints.loaded_folder
+        if loaded is not None:
+            job.notice(f"goes on from the run's {loaded.name}; resume_from_checkpoint is not looked at")
             return
         if folder is True:
             saved = checkpoints(Path(self.args.output_dir))
@@ -878,7 +879,7 @@ class Trainer:
         self, loader: DataLoader[Any], wants: bool, ignored: list[str] | None, prefix: str
     ) -> tuple[Evaluated, dict[str, float]]:
         job = self._begin()
-        job._settle()  # the step has ended, and its checkpoint waits for what the evaluation changes
+        job.settle()  # the step has ended, and its checkpoint waits for what the evaluation changes
         began_s = job.clock.now_s()
         self.callback_handler.eval_dataloader = loader
         if ignored is None:
