@@ -54,7 +54,7 @@ _OF_THIS_MACHINE = {"file", "local"}
 _HAS_FOLDERS = {"file", "local", "sftp", "ssh", "smb", "ftp", "hdfs", "arrow_hdfs", "webhdfs"}
 SILENT_S = 20.0  # without an answer a store is given up; less than a job that is asked to stop has (GRACE_S)
 _SLOWEST = 2**20  # bytes a second; what takes a store longer counts as no answer
-_PIECE = 2**29  # bytes between two signs of progress: ten parts of 50 MiB, which s3fs sends at the same time
+_PART_BYTES = 2**29  # bytes between two signs of progress: ten parts of 50 MiB, which s3fs sends at the same time
 # What has to be installed for a scheme, where that is not the scheme's own name for fsspec.
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 
@@ -72,8 +72,8 @@ def check_url(url: str, call: str) -> None:
     """Raise UsageError for a URL that no copies can go to.
 
     Args:
-        url: as the user wrote it.
-        call: the flag or function, for the error.
+        url: the URL as the user wrote it.
+        call: the name of the flag or function, for the error.
     """
     asked = f"{call} takes the URL of a folder"
     if not is_url(url):
@@ -114,7 +114,7 @@ class CopyFolder:
     """A folder of an object store.
 
     Args:
-        url: of the folder; `check_url` has taken it.
+        url: the URL of the folder, which `check_url` has accepted.
 
     Raises:
         CheckpointError: there is no such file system, or its library is not installed.
@@ -219,9 +219,9 @@ class CopyFolder:
     def remove_others(self, newest: int, keep: int) -> None:
         """Remove the checkpoints in this folder of steps after `newest`, which are stale, and all but `keep` others."""
         steps = self.steps()
-        kept = [step for step in steps if step <= newest][:keep]
+        staying = [step for step in steps if step <= newest][:keep]
         for step in steps:
-            if step not in kept:
+            if step not in staying:
                 (self / folder_name(step)).remove()
 
     def fetch_checkpoint(self, folder: Path) -> None:
@@ -288,13 +288,13 @@ class CopyFolder:
     def _fetch_file(self, name: str, folder: Path, size: int | None = None) -> None:
         source = f"{self.path}/{name}"
         with self._failing("can't read"):
-            there = self.files.info(source)["size"]
+            nbytes = self.files.info(source)["size"]
             # Before it is read: a torn or a foreign file need not fill the disk.
-            if size is not None and there != size:
-                raise self._error("can't read", f"{name} has {there} bytes, not the {size} written")
-            if size is None and there > _MOST_BYTES:
+            if size is not None and nbytes != size:
+                raise self._error("can't read", f"{name} has {nbytes} bytes, not the {size} written")
+            if size is None and nbytes > _MOST_BYTES:
                 raise self._error("can't read", f"{name} has more than {_MOST_BYTES} bytes")
-            self.files.get_file(source, str(folder / name), size=there)
+            self.files.get_file(source, str(folder / name), size=nbytes)
 
     @contextmanager
     def _failing(self, asked: str) -> Iterator[None]:
@@ -335,7 +335,7 @@ class _Answering:
     Libraries wait for a silent server for minutes, or for good.
 
     Args:
-        files: the file system.
+        files: the file system of fsspec.
     """
 
     def __init__(self, files: Any) -> None:
@@ -364,13 +364,13 @@ class _Answering:
 
 
 def _answer_of(call: Callable[..., Any], *arguments: Any, size: int | None = None, **options: Any) -> Any:
-    """Return what a call returns, or raise what it raises. It runs in a thread: nothing else could end its wait.
+    """Return the result of a call, or raise its error. It runs in a thread: nothing else could end its wait.
 
     Args:
-        call: of the store's library.
-        arguments: of the call.
-        size: bytes that it moves, which it then tells of; None: it moves none.
-        options: of the call, too.
+        call: the function of the store's library.
+        arguments: the positional arguments of the call.
+        size: the bytes that it moves, whose progress it then reports; None: it moves none.
+        options: the keyword arguments of the call.
 
     Raises:
         _SilentError: there was no answer for SILENT_S, and for as long as a slow store takes for a part of the bytes.
@@ -380,7 +380,7 @@ def _answer_of(call: Callable[..., Any], *arguments: Any, size: int | None = Non
     if size is not None:
         from fsspec.callbacks import Callback
 
-        seconds += min(size, _PIECE) / _SLOWEST
+        seconds += min(size, _PART_BYTES) / _SLOWEST
         options["callback"] = Callback(hooks={"moved": lambda *_, **__: moved_s.__setitem__(0, time.monotonic())})
     answers: list[Any] = []
     errors: list[BaseException] = []
@@ -407,12 +407,12 @@ def find_copy(url: str, report: Callable[[str], None], folder: Path) -> Path:
     """Read the checkpoint at `url`, or the newest whole one there, to the disk.
 
     Args:
-        url: of a checkpoint, of a folder of checkpoints, or of a run's copies.
-        report: told, in a sentence, of every copy that is passed over.
-        folder: what is read goes into it.
+        url: the URL of a checkpoint, of a folder of checkpoints, or of a run's copies.
+        report: a function that is told, in a sentence, of every copy that is skipped.
+        folder: the folder into which the copy is read.
 
     Returns:
-        The checkpoint.
+        The folder of the checkpoint.
 
     Raises:
         CheckpointError: there is none that is whole, or the store can't be reached.
@@ -451,12 +451,12 @@ def fetch_run(url: str, run_dir: Path, report: Callable[[str], None]) -> Path | 
     Several processes may do so at the same time; where the file system has locks, one reads for all.
 
     Args:
-        url: of the run's copies.
-        run_dir: is made where it is missing.
-        report: told of copies that are passed over.
+        url: the URL of the run's copies.
+        run_dir: the run directory, which is made where it is missing.
+        report: a function that is told of copies that are skipped.
 
     Returns:
-        The checkpoint; None if there is none that is newer.
+        The folder of the checkpoint; None if there is none that is newer.
 
     Raises:
         CheckpointError: the store can't be reached, or all newer copies are damaged and there is no checkpoint.
@@ -505,8 +505,8 @@ def check_place(url: str, job: str | None) -> None:
     """Raise CheckpointError unless files can be written at `url`; UsageError where it has checkpoints of the job.
 
     Args:
-        url: of the folder of all runs' copies.
-        job: a run that begins anew; None if its name is new.
+        url: the URL of the folder of all runs' copies.
+        job: the name of a run that begins anew; None if no run has its name.
     """
     copies = CopyFolder(url)
     if job is not None and (copies / job / CHECKPOINTS).steps():

@@ -51,7 +51,7 @@ class Export:
         return sum(form.nbytes for form in self.tensors.values())
 
     def to_json(self) -> dict[str, Any]:
-        """Return what was or would be written, for programs."""
+        """Return the files that were or would be written, as a JSON object."""
         return {
             "checkpoint": str(self.source),
             "step": self.step,
@@ -65,10 +65,11 @@ def plan_export(path: Path, form: str, report: Callable[[str], None], shard_byte
     """Find the checkpoint at `path` and plan its model's files.
 
     Args:
-        path: a checkpoint, a folder of checkpoints, or a run; of several the newest whole one is taken.
-        form: one of FORMS.
-        report: told, in a sentence, of what a person should know.
-        shard_bytes: the most of one file.
+        path: the path of a checkpoint, a folder of checkpoints, or a run; of several checkpoints the newest whole one
+            is taken.
+        form: the form of the files, one of FORMS.
+        report: a function that is told, in a sentence, of facts that a user should know.
+        shard_bytes: the most bytes of one file.
 
     Raises:
         UsageError: there is nothing at `path`.
@@ -102,7 +103,7 @@ def plan_export(path: Path, form: str, report: Callable[[str], None], shard_byte
 
 
 def _tensors_of(manifest: Mapping[str, Any], report: Callable[[str], None]) -> dict[str, TensorFormat]:
-    """Return the model's tensors by name; say which of them can't be read as they are."""
+    """Return the model's tensors by name; report which of them can't be read as they are."""
     tensors = {}
     for name, entry in manifest["tensors"].items():
         if name.startswith(MODEL):
@@ -128,9 +129,9 @@ def write_export(export: Export, folder: Path, wrote: Callable[[int], None] = la
     """Write the files of `export` to `folder`, which appears when they are complete.
 
     Args:
-        export: what to write.
-        folder: new or empty.
-        wrote: told the bytes of each tensor, after it was written.
+        export: the plan of the export.
+        folder: the folder, which is new or empty.
+        wrote: a function that is told the bytes of each tensor, after it was written.
 
     Raises:
         UsageError: `folder` is not empty, or can't be written.
@@ -181,8 +182,8 @@ def _contents(
                 opened[part["file"]] = TensorFile.open(source / part["file"])
             file = opened[part["file"]]
             offset, numel = file.place(part["key"], TensorFormat(shard_spec.local_shape, form.dtype))
-            held = np.frombuffer(file.content, bits, numel, offset).reshape(shard_spec.local_shape)
-            move(full, ShardSpec(form.shape), held, shard_spec)
+            part_bits = np.frombuffer(file.content, bits, numel, offset).reshape(shard_spec.local_shape)
+            move(full, ShardSpec(form.shape), part_bits, shard_spec)
         yield name, full.data if full.size else b""
         wrote(form.nbytes)
 

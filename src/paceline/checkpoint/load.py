@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.manifest import MODEL, OWN, check_files, file_name, read_manifest
+from paceline.checkpoint.manifest import MODEL, NO_HASH, OWN, check_files, file_name, read_manifest
 from paceline.checkpoint.manifest_merge import as_hex, of_hex
 from paceline.checkpoint.manifest_schema import shard_specs_of
-from paceline.checkpoint.older_manifest import NO_HASH
 from paceline.checkpoint.reshard import LocalTensor, copy_common, dtype_of, hash_of
 from paceline.checkpoint.save import assigned
 from paceline.checkpoint.shard_geometry import is_needed
@@ -22,30 +21,30 @@ from paceline.nouns.shard_spec import ShardSpec
 
 
 def read_checkpoint(
-    folder: Path, rank: int, wanted: Mapping[str, ShardSpec | None]
+    folder: Path, rank: int, shard_specs: Mapping[str, ShardSpec | None]
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Read the manifest, the parts that are wanted, and the tensors of `rank` alone (none if it did not exist then).
+    """Read the manifest, the wanted parts, and the tensors that only `rank` had (none if it did not exist then).
 
     Args:
-        folder: the checkpoint.
-        rank: whose own tensors to read.
-        wanted: names of tensors, and which part of each; None is all of it.
+        folder: the folder of the checkpoint.
+        rank: the rank whose own tensors are read.
+        shard_specs: the shard spec of the part to read of each tensor, by name; None is all of it.
 
     Raises:
         CheckpointError: a file is missing, torn or altered, or a tensor is not there or of another shape.
     """
     manifest = read_manifest(folder)
     check_files(folder, manifest)
-    return manifest, read_parts(folder, manifest, wanted), read_own(folder, manifest, rank)
+    return manifest, read_parts(folder, manifest, shard_specs), read_own(folder, manifest, rank)
 
 
 def read_parts(
-    folder: Path, manifest: Mapping[str, Any], wanted: Mapping[str, ShardSpec | None]
+    folder: Path, manifest: Mapping[str, Any], shard_specs: Mapping[str, ShardSpec | None]
 ) -> dict[str, torch.Tensor]:
     """Read the wanted parts to the CPU. Only they are held, and of the files only what they need is read."""
     files: dict[str, TensorFile] = {}
     parts = {}
-    for name, shard_spec in wanted.items():
+    for name, shard_spec in shard_specs.items():
         parts[name] = _read_part(folder, manifest, files, name, shard_spec)
     return parts
 
@@ -59,11 +58,11 @@ def _read_part(
 ) -> torch.Tensor:
     entry = manifest["tensors"].get(name)
     if entry is None:
-        raise _other(folder, f"{name} is not in it")
+        raise _wrong_model(folder, f"{name} is not in it")
     shape = tuple(entry["shape"])
     shard_spec = shard_spec or ShardSpec(shape)
     if shard_spec.shape != shape:
-        raise _other(folder, f"{name} has the shape {shape} in it, not {shard_spec.shape}")
+        raise _wrong_model(folder, f"{name} has the shape {shape} in it, not {shard_spec.shape}")
     # All of it is filled: the manifest's parts are each element once (`fault_of_cover`).
     part = torch.empty(shard_spec.local_shape, dtype=getattr(torch, entry["dtype"]))
     for saved, saved_spec in zip(entry["parts"], shard_specs_of(entry), strict=True):
@@ -91,7 +90,7 @@ def _mapped(file: TensorFile, key: str, shape: tuple[int, ...], dtype: torch.dty
 
 
 def read_own(folder: Path, manifest: Mapping[str, Any], rank: int) -> dict[str, torch.Tensor]:
-    """Read the tensors that `rank` alone had; none if there was no such rank.
+    """Read the tensors that only `rank` had; none if there was no such rank.
 
     Raises:
         CheckpointError: its file is no file of tensors.
@@ -145,11 +144,11 @@ def verify_hashes(
     be the manifest's. No tensor is gathered.
 
     Args:
-        folder: the checkpoint, for errors.
-        manifest: its manifest.
-        parts: what this rank has loaded; a part whose copy another rank verifies may be left out.
-        comm: all ranks.
-        failure: why this rank could load nothing: it then says so to the others, and raises it.
+        folder: the folder of the checkpoint, for errors.
+        manifest: the manifest of the checkpoint.
+        parts: the parts that this rank has loaded; a part whose copy another rank verifies may be omitted.
+        comm: the communicator of all ranks.
+        failure: the error by which this rank could load nothing, which it reports to the others and raises.
     """
     # Sorted: every rank must have the same row for a tensor.
     names = sorted(manifest["tensors"])
@@ -158,7 +157,7 @@ def verify_hashes(
     if failure is None:
         for name in assigned(parts, comm.rank):
             part = parts[name]
-            first, second = hash_of(part.tensor, part.held.shard_spec)
+            first, second = hash_of(part.tensor, part.shard.shard_spec)
             table[rows[name]] = torch.tensor([first, second, part.tensor.numel()])
     else:
         table[-1, 0] = 1
@@ -172,9 +171,9 @@ def verify_hashes(
         numel = ShardSpec(shape).numel
         # The count first: it tells a missing tensor from a damaged one.
         if count == 0 < numel:
-            raise _other(folder, f"its {_bare(name)} of shape {shape} is not in the model")
+            raise _wrong_model(folder, f"its {_bare(name)} of shape {shape} is not in the model")
         if count != numel:
-            raise _other(folder, f"the ranks hold {count} of the {numel} elements of {_bare(name)}")
+            raise _wrong_model(folder, f"the ranks hold {count} of the {numel} elements of {_bare(name)}")
         if entry["hash"] != NO_HASH and (first, second) != of_hex(entry["hash"]):
             loaded = as_hex((first, second))
             raise _damaged(folder, f"{_bare(name)} was loaded with the hash {loaded}, not the {entry['hash']} saved")
@@ -186,14 +185,18 @@ def check_same_model(folder: Path, saved: Mapping[str, Mapping[str, Any]], model
     A tensor that only the checkpoint has is found by `verify_hashes`: another rank may hold it.
     """
     for name, part in model.items():
-        shape = part.held.shard_spec.shape
+        shape = part.shard.shard_spec.shape
         bare = _bare(name)
         if name not in saved:
-            raise _other(folder, f"the model's {bare} of shape {shape} is not in it")
+            raise _wrong_model(folder, f"the model's {bare} of shape {shape} is not in it")
         if tuple(saved[name]["shape"]) != shape:
-            raise _other(folder, f"{bare} has the shape {tuple(saved[name]['shape'])} in it and {shape} in the model")
+            raise _wrong_model(
+                folder, f"{bare} has the shape {tuple(saved[name]['shape'])} in it and {shape} in the model"
+            )
         if saved[name]["dtype"] != dtype_of(part.tensor):
-            raise _other(folder, f"{bare} is {saved[name]['dtype']} in it and {dtype_of(part.tensor)} in the model")
+            raise _wrong_model(
+                folder, f"{bare} is {saved[name]['dtype']} in it and {dtype_of(part.tensor)} in the model"
+            )
 
 
 def _bare(name: str) -> str:
@@ -204,7 +207,7 @@ def _damaged(folder: Path, found: str) -> CheckpointError:
     return CheckpointError(f"the checkpoint {folder} should be whole", found, "use an earlier checkpoint")
 
 
-def _other(folder: Path, found: str) -> CheckpointError:
+def _wrong_model(folder: Path, found: str) -> CheckpointError:
     error = CheckpointError(
         f"the checkpoint {folder} should be of this model",
         found,

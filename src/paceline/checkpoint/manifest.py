@@ -3,7 +3,7 @@
 checkpoints/
   step-00000020/
     manifest.json            written last; without it, there is no checkpoint
-    rank-00000.safetensors   parts of tensors that it holds, alone or as one of several, and its own state
+    rank-00000.safetensors   parts of tensors that it holds, by itself or as one of several ranks, and its own state
     rank-00001.safetensors
   .partial-step-00000040/    being written, or left by a job that was killed: never read
   .replaced-step-00000020/   the older of two, until the newer stands in its place; it counts where that is missing
@@ -17,24 +17,27 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.manifest_schema import fault_of_files, fault_of_form, fault_of_tensors
-from paceline.checkpoint.older_manifest import WITHOUT_OWN_HASH, upgraded
+from paceline.checkpoint.tensor_file import TensorFile
 from paceline.nouns.errors import MEETS_NOT, CheckpointError, ReadError
 from paceline.nouns.reading import parse_whole, read_json, regular, shown
 
 FORMAT = "paceline-checkpoint"
 VERSION = 5  # docs/formats.md says what each version has, and what is promised
+WITHOUT_OWN_HASH = 1  # a version: its manifests have no SHA-256 of themselves
+WITH_WHOLE_TENSORS = (1, 2)  # versions: each tensor lies whole in one file
+NO_HASH = ""  # the hash of a tensor that was saved without one
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"  # of a run directory: the folder of its checkpoints
-# How names of tensors begin. AVERAGE: of `job.ema`; OWN: of a rank's alone.
+# How names of tensors begin. AVERAGE: of `job.ema`; OWN: of tensors that only one rank has.
 MODEL, OPTIMIZER, AVERAGE, OWN = "model/", "optimizer/", "average/", "own/"
 _PARTIAL = ".partial-"
 REPLACED = ".replaced-"
-_LEFT = ".left-"
+_ABANDONED = ".left-"
 _PROBE = ".probe-"
 _CHUNK_BYTES = 2**22
 _MOST_BYTES = 2**30  # of a manifest: 10,000 tensors on 1,000 ranks
@@ -68,18 +71,18 @@ def step_of(name: str) -> int | None:
 
 
 def partial_of(folder: Path) -> Path:
-    """Return where the checkpoint `folder` is written before it is complete."""
+    """Return the folder into which the checkpoint `folder` is written before it is complete."""
     return folder.parent / (_PARTIAL + folder.name)
 
 
 def replaced_by(folder: Path) -> Path:
-    """Return where the older checkpoint is kept while `folder` takes its place."""
+    """Return the folder of the older checkpoint while `folder` takes its place."""
     return folder.parent / (REPLACED + folder.name)
 
 
 def left_of(folder: Path) -> Path:
     """Return the hidden folder for a step that the job went back from and that no checkpoint of the run has."""
-    return folder.parent / (_LEFT + folder.name)
+    return folder.parent / (_ABANDONED + folder.name)
 
 
 def file_hash(path: Path) -> str:
@@ -167,16 +170,16 @@ def find_good(
     """Return the checkpoint to read at `path`: itself, or the newest good one in the folder.
 
     Args:
-        path: a checkpoint, or a folder of checkpoints such as `runs/JOB/checkpoints`.
-        report: told, in a sentence, of every checkpoint that is passed over.
-        check: raises CheckpointError when the files of the folder are not those of the manifest.
-        fix: what to do where there is none.
+        path: the path of a checkpoint, or of a folder of checkpoints such as `runs/JOB/checkpoints`.
+        report: a function that is told, in a sentence, of every checkpoint that is skipped.
+        check: a function that raises CheckpointError when the files of the folder are not those of the manifest.
+        fix: the advice of the error where there is none.
 
     Raises:
         NewerCheckpointError: a later Paceline wrote it, or the newest one that is whole.
         CheckpointError: there is none that is whole.
     """
-    # `path` itself may be a checkpoint. A crash between the two renames of `put_in_place` leaves its older copy alone.
+    # `path` itself may be a checkpoint. A crash between the two renames of `put_in_place` leaves only its older copy.
     for folder in (path, replaced_by(path)):
         if (folder / MANIFEST).exists():
             if folder != path:
@@ -212,7 +215,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 def list_left(folder: Path) -> list[Path]:
     """Return the states in `folder` of steps that a job went back from, newest first, complete or not."""
-    states = [path for path in folder.glob(_LEFT + "*") if step_of(step_name(path)) is not None]
+    states = [path for path in folder.glob(_ABANDONED + "*") if step_of(step_name(path)) is not None]
     return sorted(states, reverse=True)
 
 
@@ -231,17 +234,17 @@ def publish_left(folder: Path) -> Path | None:
     # A branch that went on from the loaded checkpoint and came further takes precedence over the step that was left.
     newest = max((_step(path) for path in list_checkpoints(folder)), default=-1)
     published = None
-    for left in list_left(folder):
+    for state in list_left(folder):
         try:
-            read_manifest(left)
+            read_manifest(state)
         except NewerCheckpointError:
             continue
         except CheckpointError:
-            shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(state, ignore_errors=True)
             continue
-        if published is None and _step(left) > newest:
-            published = folder / step_name(left)
-            put_in_place(left, published)
+        if published is None and _step(state) > newest:
+            published = folder / step_name(state)
+            put_in_place(state, published)
     return published
 
 
@@ -249,7 +252,7 @@ def has_resume_point(folder: Path) -> bool:
     """True if a job can go on from `folder`: from a checkpoint, or a state that `publish_left` makes one."""
     if list_checkpoints(folder):
         return True
-    return any((left / MANIFEST).exists() for left in list_left(folder))
+    return any((state / MANIFEST).exists() for state in list_left(folder))
 
 
 def later_than(step: int, folder: Path) -> list[Path]:
@@ -259,7 +262,7 @@ def later_than(step: int, folder: Path) -> list[Path]:
 
 def step_name(checkpoint: Path) -> str:
     """Return the name of the folder, also of a copy that was being replaced and of a state that was left."""
-    return checkpoint.name.removeprefix(REPLACED).removeprefix(_LEFT)
+    return checkpoint.name.removeprefix(REPLACED).removeprefix(_ABANDONED)
 
 
 def _step(checkpoint: Path) -> int:
@@ -270,10 +273,10 @@ def remove_others(newest: Path, keep: int, stale: Iterable[Path] = (), used: Ite
     """Remove the checkpoints `stale`, and then all but the newest `keep`.
 
     Args:
-        newest: has just been saved, and stays.
-        keep: how many stay, itself included.
-        stale: of steps that the job went back from before it came to this one.
-        used: stay too, and do not count.
+        newest: the checkpoint that has just been saved, and stays.
+        keep: the number of checkpoints that stay, `newest` included.
+        stale: the checkpoints of steps that the job went back from before it came to this one.
+        used: the checkpoints that stay too, and do not count.
 
     Returns:
         The names of the stale ones that were removed.
@@ -296,8 +299,8 @@ def try_writing(folder: Path, name: str) -> None:
     """Make `folder`, and write and remove a small file in it.
 
     Args:
-        folder: to be written to later.
-        name: of the file; processes that try at the same time need different ones.
+        folder: the folder that is to be written to later.
+        name: the name of the file; processes that try at the same time need different ones.
 
     Raises:
         OSError: it can't be written.
@@ -375,3 +378,40 @@ def _bad(folder: Path, found: str) -> CheckpointError:
         found,
         "use an earlier one: `paceline run --resume` and `paceline export RUN` take the newest that is whole",
     )
+
+
+def upgraded(manifest: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the manifest of an older version in today's form; the files stay as they are.
+
+    docs/formats.md says what each version has. Versions 1 and 2 saved every tensor whole, in one of the files. Their
+    manifests do not say in which; the headers of the files do. They have no hash of a tensor either, so loaded tensors
+    are not hashed again; the SHA-256 of the files are checked as for every version.
+
+    Args:
+        manifest: a manifest of a version that can be read. Its form and the names of its files are checked, its
+            tensors are not.
+        folder: the folder of the checkpoint.
+
+    Raises:
+        CheckpointError: a file is missing, or is no file of tensors.
+    """
+    if manifest["version"] not in WITH_WHOLE_TENSORS:
+        return dict(manifest)
+    files: dict[str, str] = {}
+    for entry in manifest["files"]:
+        for key in TensorFile.open(folder / entry["name"]).header:
+            files[key] = entry["name"]
+    tensors = {name: _in_one_part(name, entry, files.get(name)) for name, entry in manifest["tensors"].items()}
+    return {**manifest, "tensors": tensors}
+
+
+def _in_one_part(name: str, entry: Any, file: str | None) -> Any:
+    """Return the entry of a tensor that lies whole in one file.
+
+    An entry of the wrong form is returned as it is: `fault_of_tensors` refuses it later.
+    """
+    if not isinstance(entry, dict) or file is None:
+        return entry
+    placement: dict[str, Any] = {"shape": entry.get("shape"), "cuts": []}
+    part = {"file": file, "key": name, "placement": placement}
+    return {**entry, "hash": NO_HASH, "parts": [part]}

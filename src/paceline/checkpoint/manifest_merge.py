@@ -41,7 +41,7 @@ def signed(number: int) -> int:
 def merged_tensors(notes: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the manifest's entries of tensors, from all ranks' notes.
 
-    A note's tensors have "shape", "dtype", "hash" and "placement"; they lie in the file "name" under their
+    A note's tensors have "shape", "dtype", "hash" and "placement"; they are in the file "name" under their
     own names.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct, field
 
-from paceline.checkpoint.shard_geometry import fault_of_cover, is_sound, most_pieces
+from paceline.checkpoint.shard_geometry import fault_of_cover, is_sound, most_boxes
 from paceline.checkpoint.tensor_file import DTYPES, METADATA
 from paceline.nouns.reading import LARGEST, as_type, fault_of, is_shape, shown
 from paceline.nouns.shard_spec import ShardSpec
@@ -44,7 +44,7 @@ class _Part(Struct, forbid_unknown_fields=True):
 class _Tensor(Struct, forbid_unknown_fields=True):
     shape: list[_Count]
     dtype: str
-    hash: Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")]  # empty: older_manifest.NO_HASH
+    hash: Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")]  # empty: manifest.NO_HASH
     parts: list[_Part]
 
 
@@ -123,7 +123,7 @@ def fault_of_form(manifest: Mapping[str, Any]) -> str | None:
 
 
 def fault_of_files(manifest: Mapping[str, Any], file_name: Callable[[int], str]) -> str | None:
-    """Return what is wrong with the names of the files; None if there is one for each rank and no other."""
+    """Return the fault in the names of the files; None if there is one for each rank and no other."""
     names = [entry["name"] for entry in manifest["files"]]
     # First their number: a list for as many ranks as somebody wrote could fill the memory.
     if len(names) == manifest["world_size"]:
@@ -134,35 +134,35 @@ def fault_of_files(manifest: Mapping[str, Any], file_name: Callable[[int], str])
 
 
 def fault_of_tensors(manifest: Mapping[str, Any]) -> str | None:
-    """Return the first tensor whose parts can't lie in the files, or can't be put together to all of it.
+    """Return the first tensor whose parts can't be in the files, or can't be put together to all of it.
 
     The time and memory that this takes grow with the manifest's length, whatever is in it.
     """
     # Each file's bytes are used up by its parts: a short manifest can't claim tensors that fill the memory.
-    left = {entry["name"]: entry["bytes"] for entry in manifest["files"]}  # bytes that no tensor has yet
+    free_bytes = {entry["name"]: entry["bytes"] for entry in manifest["files"]}  # bytes that no tensor has yet
     boxes = _Boxes(manifest["tensors"])
     for name, entry in manifest["tensors"].items():
         if not _is_name(name) or not _is_tensor(entry):
             return f"has the tensor {shown(name)} in the wrong form"
-        fault = _fault_of_parts(entry, left, boxes)
+        fault = _fault_of_parts(entry, free_bytes, boxes)
         if fault is not None:
             return f"has the tensor {shown(name)}, but it can't be put together: {fault}"
     return None
 
 
-def _fault_of_parts(entry: Mapping[str, Any], left: dict[str, int], boxes: _Boxes) -> str | None:
+def _fault_of_parts(entry: Mapping[str, Any], free_bytes: dict[str, int], boxes: _Boxes) -> str | None:
     shape = tuple(entry["shape"])
     shard_specs = shard_specs_of(entry)
     item_bytes = DTYPES[entry["dtype"]][1]
     for part, shard_spec in zip(entry["parts"], shard_specs, strict=True):
         file = part["file"]
-        if file not in left:
+        if file not in free_bytes:
             return "one of its parts is in none of the files"
         # Before `local_shape` is computed, which takes a sound spec for granted.
         if shard_spec.shape != shape or not is_sound(shard_spec):
             return "one of its parts can't be one"
-        left[file] -= math.prod(shard_spec.local_shape) * item_bytes
-        if left[file] < 0:
+        free_bytes[file] -= math.prod(shard_spec.local_shape) * item_bytes
+        if free_bytes[file] < 0:
             return f"its part is longer than what is left of {file}"
         # Before `fault_of_cover`, whose time grows with the number of boxes.
         if not boxes.may_have(shard_spec):
@@ -178,15 +178,15 @@ class _Boxes:
         for entry in tensors.values():
             if _is_tensor(entry):
                 parts += len(entry["parts"])
-        self.left = max(_BOXES, _BOXES_OF_A_PART * parts)
+        self.budget = max(_BOXES, _BOXES_OF_A_PART * parts)
         self.counted: set[ShardSpec] = set()
 
     def may_have(self, shard_spec: ShardSpec) -> bool:
         """Count this shard spec in; return True if there are few enough boxes."""
         if shard_spec not in self.counted:
             self.counted.add(shard_spec)
-            self.left -= most_pieces(shard_spec)
-        return self.left >= 0
+            self.budget -= most_boxes(shard_spec)
+        return self.budget >= 0
 
 
 def shard_specs_of(entry: Mapping[str, Any]) -> list[ShardSpec]:
@@ -219,8 +219,8 @@ def _is_plain(value: Any) -> bool:
 
 def _is_number(name: str, value: Any) -> bool:
     """True if it is `optimizer/KEY/NAME` and a value that this key can have: a count of steps is a number."""
-    prefix, _, rest = name.partition("/")
-    key, _, parameter = rest.partition("/")
+    prefix, _, key_and_parameter = name.partition("/")
+    key, _, parameter = key_and_parameter.partition("/")
     if prefix != "optimizer" or not key or not parameter:
         return False
     return key != "step" or fault_of(value, float) is None

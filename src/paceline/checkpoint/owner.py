@@ -45,7 +45,7 @@ _NAMED_S = 2.0  # until whoever has just taken the lock has written its name
 # For what a killed command leaves: ranks end at once, and a fork server that imports torch when it has done so.
 _ENDING_S = 30.0
 _TAKEN_S = 600.0  # until rank 0 has the folder: as long as ranks wait for each other (comm/process_group.py)
-_TELL_S = 10.0  # of that, until people are told
+_REPORT_S = 10.0  # of that, until the user is told
 _POLL_S = 0.02
 _LOOK_S = 1.0  # between two looks at an owner on another host
 _MOST_BYTES = 2**14
@@ -66,14 +66,14 @@ class Owner:
     """What a run directory says of the process that took it.
 
     Args:
-        token: random, of one start or restart; "": that job has ended.
-        launch: what its ranks have in common where another launcher started them; "" else.
-        host: its name.
-        boot: of the host's kernel, new at each start of the machine; "" where there is none.
-        pid: its process number there.
-        started: when the kernel started it, in ticks since the boot.
-        since: when it took the folder, whole seconds since the epoch.
-        command: its command line, the beginning.
+        token: a random token of one start or restart; "": that job has ended.
+        launch: an identifier that its ranks have in common where another launcher started them; "" else.
+        host: the name of the host.
+        boot: the boot identifier of the host's kernel, new at each start of the machine; "" where there is none.
+        pid: the process number on the host.
+        started: the time when the kernel started it, in ticks since the boot.
+        since: the time when it took the folder, in whole seconds since the epoch.
+        command: the beginning of its command line.
     """
 
     token: str
@@ -98,14 +98,14 @@ def _boot() -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
+class ThisHost:
     """This process's host and its time, so that a test can be several hosts.
 
     Args:
-        host: its name.
-        boot: of its kernel.
-        clock: for what is waited for.
-        sleep: waits for so many seconds.
+        host: the name of the host.
+        boot: the boot identifier of its kernel.
+        clock: the clock by which waits are measured.
+        sleep: a function that waits for so many seconds.
     """
 
     host: str = field(default_factory=socket.gethostname)
@@ -162,9 +162,9 @@ class Ownership:
 
     Args:
         folder: the run directory.
-        owner: what stands in its record.
-        lock: the descriptor of its lock; -1: the file system has no locks.
-        before: what stood in its record; None: there was none.
+        owner: the owner in its record.
+        lock: the file descriptor of its lock; -1: the file system has no locks.
+        before: the owner that was in its record before; None: there was none.
 
     Attributes:
         taken: the error of a job that has lost the folder; None as long as it has it.
@@ -182,7 +182,7 @@ class Ownership:
 
     @classmethod
     def inherited(cls, folder: Path, environment: MutableMapping[str, str]) -> Ownership | None:
-        """Return what the program took that this process ran before, by `exec`; None if that took nothing."""
+        """Return the ownership of the program that this process ran before `exec`; None if that had none."""
         owner = read_owner(folder)
         if owner is None or not owner.token or owner.token != environment.get(TOKEN):
             return None
@@ -254,7 +254,7 @@ class Ownership:
         """Let others have the folder: the job's processes have ended. A folder with nothing else in it goes.
 
         Args:
-            has_begun: something was written there; False: the folder is left as it was.
+            has_begun: True if something was written there; False: the folder stays as it was.
         """
         self._is_over.set()
         if self._thread is not None:
@@ -264,7 +264,7 @@ class Ownership:
             with contextlib.suppress(OSError):
                 _leave(self.folder, dataclasses.replace(self.owner, token="") if has_begun else self.before)
         if self.lock >= 0:
-            # Not by `close` alone: a process that this one has forked, for something else, shares the open file.
+            # Not only by `close`: a process that this one has forked, for something else, shares the open file.
             with contextlib.suppress(OSError):
                 fcntl.flock(self.lock, fcntl.LOCK_UN)
             os.close(self.lock)
@@ -273,42 +273,44 @@ class Ownership:
 
 def _leave(folder: Path, record: Owner | None) -> None:
     """Leave a record in the folder; None, or nothing else is there: both files go."""
-    others = set(os.listdir(folder)) - {RECORD, LOCK}
-    if record is None or not others:
+    other_names = set(os.listdir(folder)) - {RECORD, LOCK}
+    if record is None or not other_names:
         for name in (RECORD, LOCK):
             (folder / name).unlink(missing_ok=True)
-        if not others:
+        if not other_names:
             folder.rmdir()
     elif (folder / RECORD).exists():  # else somebody removes what there is
         _write(folder, record)
 
 
 def take(
-    folder: Path, report: Callable[[str], None], other: str, launch: str = "", here: Here | None = None
+    folder: Path, report: Callable[[str], None], alternative: str, launch: str = "", this_host: ThisHost | None = None
 ) -> Ownership:
     """Take a run directory for a job, and make it where it is missing.
 
     Args:
         folder: the run directory.
-        report: told, in a sentence, what is waited for, and from whom the folder is taken over.
-        other: what names another folder, for who is refused: "another --job than a".
-        launch: what the job's ranks have in common, where another launcher started them.
-        here: this process's host.
+        report: a function that is told, in a sentence, of waits, and of the owner whose folder is taken over.
+        alternative: the advice that names another folder, for an error: "another --job than a".
+        launch: an identifier that the job's ranks have in common, where another launcher started them.
+        this_host: the host of this process.
 
     Raises:
         UsageError: another job has it, or it can't be written.
     """
-    here = here or Here()
+    this_host = this_host or ThisHost()
     try:
-        lock = _locked(folder, report, other, here)
+        lock = _locked(folder, report, alternative, this_host)
         try:
             before = read_owner(folder)
             if before is not None and before.token:
-                _outlast(folder, before, lock >= 0, report, other, here)
+                _outlast(folder, before, lock >= 0, report, alternative, this_host)
             pid = os.getpid()
             command = _command()[: 2 * _LONGEST]
             since = time.time_ns() // 10**9
-            owner = Owner(secrets.token_hex(16), launch, here.host, here.boot, pid, _started(pid), since, command)
+            owner = Owner(
+                secrets.token_hex(16), launch, this_host.host, this_host.boot, pid, _started(pid), since, command
+            )
             _write(folder, owner)
         except BaseException:
             if lock >= 0:
@@ -333,46 +335,46 @@ def check_free(folder: Path, asked: str) -> None:
 
     Args:
         folder: the run directory.
-        asked: the error's first line.
+        asked: the first line of the error.
     """
     try:
         lock = _try_lock(folder / LOCK, 0)
     except OSError:
         return  # it has none, or can't be written at all
     owner = read_owner(folder)
-    here = Here()
+    this_host = ThisHost()
     if lock is not None and lock >= 0:
         os.close(lock)
-    is_touched = owner is not None and bool(owner.token) and not here.has(owner) and _age_s(folder) < SILENT_S
+    is_touched = owner is not None and bool(owner.token) and not this_host.has(owner) and _age_s(folder) < SILENT_S
     if lock is None or is_touched:
-        raise _refusal(asked, folder, owner, "", here)
+        raise _refusal(asked, folder, owner, "", this_host)
 
 
 def wait_until_taken(
-    folder: Path, launch: str, name: str, report: Callable[[str], None], here: Here | None = None
+    folder: Path, launch: str, name: str, report: Callable[[str], None], this_host: ThisHost | None = None
 ) -> None:
     """Wait until the first process of a launch has the run directory: before that others may not write there.
 
     Args:
         folder: the run directory.
-        launch: what the job's ranks have in common; "": nothing is known.
-        name: of this process, for people.
-        report: told, in a sentence, if that takes long.
-        here: this process's host.
+        launch: an identifier that the job's ranks have in common; "": it is not known.
+        name: the name of this process, for the user.
+        report: a function that is told, in a sentence, if that takes long.
+        this_host: the host of this process.
 
     Raises:
         UsageError: it has it not, after a long time.
     """
-    here = here or Here()
-    began_s = here.clock.now_s()
-    is_told = False
+    this_host = this_host or ThisHost()
+    began_s = this_host.clock.now_s()
+    is_reported = False
     while launch:
         owner = read_owner(folder)
         if owner is not None and owner.token and owner.launch == launch:
             return
-        waited_s = here.clock.now_s() - began_s
-        if waited_s > _TELL_S and not is_told:
-            is_told = True
+        waited_s = this_host.clock.now_s() - began_s
+        if waited_s > _REPORT_S and not is_reported:
+            is_reported = True
             report(f"{name} waits until rank 0 has the run directory {folder}")
         if waited_s > _TAKEN_S:
             found = f"it does not find after {_TAKEN_S:g} s that rank 0 has it"
@@ -383,11 +385,11 @@ def wait_until_taken(
                 found,
                 "see that all hosts share that folder, and whether rank 0 has started",
             )
-        here.sleep(_POLL_S if waited_s < _LOOK_S else _LOOK_S)
+        this_host.sleep(_POLL_S if waited_s < _LOOK_S else _LOOK_S)
 
 
 def read_owner(folder: Path) -> Owner | None:
-    """Return who took a run directory last; None if nobody did, or where that can't be read."""
+    """Return the last owner of a run directory; None if there was none, or if that can't be read."""
     try:
         record = read_json(folder / RECORD, _FORM, _MOST_BYTES)
     except ReadError:
@@ -400,7 +402,7 @@ def check_owner(folder: Path, token: str) -> None:
 
     Args:
         folder: the run directory.
-        token: of this job's start; "": it has taken none.
+        token: the token of this job's start; "": it has none.
     """
     owner = read_owner(folder)
     # Without a record nobody has taken it: whatever removed the record, such as `rm -r`, is told where it matters.
@@ -420,31 +422,31 @@ def is_of_launch(folder: Path, launch: str) -> bool:
 
 
 def keep_lock(environment: MutableMapping[str, str]) -> None:
-    """Hold the lock in this rank alone, and not in what it starts or forks: that may outlive the job."""
+    """Hold the lock only in this rank, and not in processes that it starts or forks: they may outlive the job."""
     lock = parse_whole(environment.pop(DESCRIPTOR, ""))
     if lock is None:
         return
 
     def close() -> None:
         with contextlib.suppress(OSError):
-            if os.path.samestat(os.fstat(lock), held):  # the rank may have closed it, and have another of its number
+            if os.path.samestat(os.fstat(lock), opened):  # the rank may have closed it, and have another of its number
                 os.close(lock)
 
     with contextlib.suppress(OSError):  # none was inherited
-        held = os.fstat(lock)
+        opened = os.fstat(lock)
         os.set_inheritable(lock, False)
         os.register_at_fork(after_in_child=close)
 
 
-def _locked(folder: Path, report: Callable[[str], None], other: str, here: Here) -> int:
+def _locked(folder: Path, report: Callable[[str], None], alternative: str, this_host: ThisHost) -> int:
     """Return the descriptor of the lock, once it is this process's; -1 where there are no locks.
 
     Raises:
         UsageError: a living job has it.
         OSError: it can't be made.
     """
-    began_s = here.clock.now_s()
-    is_told = False
+    began_s = this_host.clock.now_s()
+    is_reported = False
     while True:
         lock = _try_lock(folder / LOCK, os.O_CREAT)
         if lock is not None:
@@ -453,15 +455,15 @@ def _locked(folder: Path, report: Callable[[str], None], other: str, here: Here)
         patience_s = 0.0
         if owner is None or not owner.token:
             patience_s = _NAMED_S
-        elif here.has(owner) and here.knows_dead(owner):
+        elif this_host.has(owner) and this_host.knows_dead(owner):
             patience_s = _ENDING_S
-        waited_s = here.clock.now_s() - began_s
+        waited_s = this_host.clock.now_s() - began_s
         if waited_s >= patience_s:
-            raise _refusal(f"can't start a job in {folder}", folder, owner, other, here)
-        if waited_s > _LOOK_S and patience_s == _ENDING_S and not is_told:
-            is_told = True
+            raise _refusal(f"can't start a job in {folder}", folder, owner, alternative, this_host)
+        if waited_s > _LOOK_S and patience_s == _ENDING_S and not is_reported:
+            is_reported = True
             report(f"waiting for the last processes of the job that had {folder.name}: its command has ended")
-        here.sleep(_POLL_S)
+        this_host.sleep(_POLL_S)
 
 
 def _try_lock(path: Path, flags: int) -> int | None:
@@ -498,36 +500,38 @@ def _is_at(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _outlast(folder: Path, owner: Owner, has_lock: bool, report: Callable[[str], None], other: str, here: Here) -> None:
+def _outlast(
+    folder: Path, owner: Owner, has_lock: bool, report: Callable[[str], None], alternative: str, this_host: ThisHost
+) -> None:
     """Return when an owner whose lock is not seen is gone; raise UsageError if it lives.
 
     Args:
         folder: the run directory.
-        owner: of its record, which says that it has it.
-        has_lock: this process has its lock.
-        report, other, here: as `take` has them.
+        owner: the owner in its record, which has it.
+        has_lock: True if this process has its lock.
+        report, alternative, this_host: the arguments of `take`.
     """
-    if (has_lock and here.has(owner)) or here.knows_dead(owner):
+    if (has_lock and this_host.has(owner)) or this_host.knows_dead(owner):
         return
     asked = f"can't start a job in {folder}"
-    if here.has(owner):  # on a disk without locks
-        raise _refusal(asked, folder, owner, other, here)
+    if this_host.has(owner):  # on a disk without locks
+        raise _refusal(asked, folder, owner, alternative, this_host)
     if _age_s(folder) < _LONG_AGO_S:
         report(f"waiting whether {owner} still has {folder.name}: {SILENT_S:g} s without a sign of life")
-        if not _falls_silent(folder, owner, here):
-            raise _refusal(asked, folder, owner, other, here)
+        if not _falls_silent(folder, owner, this_host):
+            raise _refusal(asked, folder, owner, alternative, this_host)
     report(f"{folder.name} is taken over: no sign of life of {owner}")
 
 
-def _falls_silent(folder: Path, owner: Owner, here: Here) -> bool:
+def _falls_silent(folder: Path, owner: Owner, this_host: ThisHost) -> bool:
     """True if an owner on another host gives the folder up, or does not touch it for SILENT_S."""
     # The file's time is only compared with the one seen before: hosts' clocks differ.
     touched = _touched(folder)
     quiet_s = 0.0
-    looked_s = here.clock.now_s()
+    looked_s = this_host.clock.now_s()
     while quiet_s < SILENT_S:
-        here.sleep(_LOOK_S)
-        now_s = here.clock.now_s()
+        this_host.sleep(_LOOK_S)
+        now_s = this_host.clock.now_s()
         quiet_s += min(now_s - looked_s, 2 * _LOOK_S)  # this process may have been suspended
         looked_s = now_s
         current = read_owner(folder)
@@ -548,19 +552,19 @@ def _touched(folder: Path) -> int:
 
 
 def _age_s(folder: Path) -> float:
-    """Return how long ago the record was touched, by this host's clock."""
+    """Return the seconds since the record was touched, by this host's clock."""
     return (time.time_ns() - _touched(folder)) / 1e9
 
 
-def _refusal(asked: str, folder: Path, owner: Owner | None, other: str, here: Here) -> UsageError:
+def _refusal(asked: str, folder: Path, owner: Owner | None, alternative: str, this_host: ThisHost) -> UsageError:
     """Return the error of who may not have a run directory, with whoever has it.
 
     Args:
-        asked: the first line.
+        asked: the first line of the error.
         folder: the run directory.
-        owner: of its record; None: not known.
-        other: what names another folder; "": there is no such choice.
-        here: this process's host.
+        owner: the owner in its record; None: not known.
+        alternative: the advice that names another folder; "": there is no such choice.
+        this_host: the host of this process.
     """
     found = "another process has it, and does not say which job it is of"
     pids: tuple[int, ...] = ()
@@ -568,13 +572,13 @@ def _refusal(asked: str, folder: Path, owner: Owner | None, other: str, here: He
     if owner is not None and owner.token:
         found = f"another job has it: {owner}"
         pids = (owner.pid,)
-        place = "" if here.has(owner) else f" on {_shown(owner.host)}"
-        if not place and here.knows_dead(owner):
+        place = "" if this_host.has(owner) else f" on {_shown(owner.host)}"
+        if not place and this_host.knows_dead(owner):
             found += "; that process has ended, and others of its job have not"
             pids = ()
     pids = pids or _keepers(folder / LOCK)
     end = f"end it (`kill {' '.join(map(str, pids))}`{place})" if pids else "end it"
-    fix = f"wait for its end, {end}, or write {other}" if other else f"wait for its end, or {end}"
+    fix = f"wait for its end, {end}, or write {alternative}" if alternative else f"wait for its end, or {end}"
     return UsageError(asked, found, fix)
 
 

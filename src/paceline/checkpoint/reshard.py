@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 
 from paceline.checkpoint.manifest_merge import Hash, signed
-from paceline.checkpoint.shard_geometry import move, pieces
+from paceline.checkpoint.shard_geometry import boxes_of, move
 from paceline.nouns.shard_spec import LocalShard, ShardSpec
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -37,13 +37,13 @@ class LocalTensor:
     """The part of one tensor that this rank holds. `tensor` is the part itself, of the shard spec's local shape."""
 
     tensor: torch.Tensor
-    held: LocalShard
+    shard: LocalShard
 
     def __post_init__(self) -> None:
-        if tuple(self.tensor.shape) != self.held.shard_spec.local_shape:
+        if tuple(self.tensor.shape) != self.shard.shard_spec.local_shape:
             raise ValueError(
-                f"a part of shape {tuple(self.tensor.shape)} is said to be {self.held.shard_spec}, "
-                f"whose shape is {self.held.shard_spec.local_shape}"
+                f"a part of shape {tuple(self.tensor.shape)} is said to be {self.shard.shard_spec}, "
+                f"whose shape is {self.shard.shard_spec.local_shape}"
             )
 
 
@@ -76,10 +76,10 @@ def put(full: torch.Tensor, shard_spec: ShardSpec, local: torch.Tensor) -> None:
     copy_common(full, ShardSpec(shard_spec.shape), local, shard_spec)
 
 
-def copy_common(target: torch.Tensor, wanted: ShardSpec, source: torch.Tensor, held: ShardSpec) -> None:
+def copy_common(target: torch.Tensor, target_spec: ShardSpec, source: torch.Tensor, source_spec: ShardSpec) -> None:
     """Copy the elements that both parts of a tensor have, bit for bit, from `source` to `target`."""
     for target_bits, source_bits in zip(bits_of(target), bits_of(source), strict=True):
-        move(target_bits, wanted, source_bits, held)
+        move(target_bits, target_spec, source_bits, source_spec)
 
 
 def hash_of(local: torch.Tensor, shard_spec: ShardSpec) -> Hash:
@@ -96,11 +96,11 @@ def hash_of(local: torch.Tensor, shard_spec: ShardSpec) -> Hash:
 def _add_bits(sums: torch.Tensor, bits: torch.Tensor, shard_spec: ShardSpec, offset: int) -> None:
     strides = _strides(shard_spec.shape)
     # A part's own order of elements does not matter: each is hashed with its position in the full tensor.
-    for piece in pieces(shard_spec):
-        first_position = offset  # of the piece in the full tensor, flattened
-        for (start, _), stride in zip(piece.box, strides, strict=True):
+    for box in boxes_of(shard_spec):
+        first_position = offset  # of the box in the full tensor, flattened
+        for (start, _), stride in zip(box.box, strides, strict=True):
             first_position += start * stride
-        window, steps = _merged(piece.of(bits, piece.inside), shard_spec.shape, strides)
+        window, steps = _merged(box.of(bits, box.inside), shard_spec.shape, strides)
         for chunk, position, chunk_steps in _chunks(window, steps, first_position):
             _add_chunk(sums, chunk, position, chunk_steps)
 

@@ -61,11 +61,11 @@ class CheckpointWriter:
     """Write the checkpoints of one job, one at a time.
 
     Args:
-        rank: this rank.
-        size: all ranks.
-        report: told of each save that ended: an event.
-        stale: checkpoints of the run that its job went back from; its next one takes their place.
-        check_owner: raises RunTakenError where another job has the run directory by now.
+        rank: the number of this rank.
+        size: the number of all ranks.
+        report: a function that is told of each save that ended, by an event.
+        stale: the checkpoints of the run that its job went back from; its next one takes their place.
+        check_owner: a function that raises RunTakenError where another job has the run directory by now.
     """
 
     rank: int
@@ -80,7 +80,7 @@ class CheckpointWriter:
         self,
         folder: Path,
         parts: Mapping[str, LocalTensor],
-        own: Mapping[str, torch.Tensor],
+        own_tensors: Mapping[str, torch.Tensor],
         metadata: dict[str, Any],
         keep: int,
     ) -> None:
@@ -88,11 +88,11 @@ class CheckpointWriter:
 
         Args:
             folder: the checkpoint's folder.
-            parts: what this rank holds of each tensor; one of a part's holders writes it.
-            own: tensors of this rank alone.
-            metadata: the rest of the manifest, equal on all ranks but for the members of the optimizer's groups,
-                its numbers and which of its parts has what state.
-            keep: how many checkpoints of its run may stay, itself included; those that are stale are removed. 0: it
+            parts: the part of each tensor that this rank holds; one of a part's holders writes it.
+            own_tensors: the tensors that only this rank has.
+            metadata: the other entries of the manifest, equal on all ranks but for the members of the optimizer's
+                groups, its numbers and the owners of its state.
+            keep: the number of checkpoints of its run that may stay, itself included; stale ones are removed. 0: it
                 is of no run, and nothing beside it is removed.
 
         Raises:
@@ -107,10 +107,10 @@ class CheckpointWriter:
             part = parts[name]
             _check_dtype(name, part.tensor)
             tensors[name] = part.tensor
-            shard_specs[name] = part.held.shard_spec
-        tensors.update(own)
+            shard_specs[name] = part.shard.shard_spec
+        tensors.update(own_tensors)
         # A copy even on the CPU: the next step changes the tensors in place. Contiguous, as safetensors wants it.
-        # Training stops for this line alone.
+        # Training stops only for this line.
         copies = {name: _copied(tensor) for name, tensor in tensors.items()}
         manifest = {"format": FORMAT, "version": VERSION, **metadata}
         # daemon: a job that is ended does not wait for its save; what it leaves is no checkpoint.
@@ -161,7 +161,7 @@ class CheckpointWriter:
         else:
             if self.rank == 0:
                 event: dict[str, Any] = {
-                    "event": "checkpoint" if keep else "saved",  # --resume finds those of the run alone
+                    "event": "checkpoint" if keep else "saved",  # --resume finds only those of the run
                     "path": str(folder),
                     "step": manifest["step"],
                     "seconds": round(time.monotonic() - began_s, 3),
@@ -210,9 +210,9 @@ def assigned(parts: Mapping[str, LocalTensor], rank: int) -> list[str]:
     # By size, then by name: the order must be the same on all holders, whatever order their models have.
     for name in sorted(parts, key=lambda name: (-parts[name].tensor.nbytes, name)):
         part = parts[name]
-        if part.tensor.numel() == 0 and part.held.shard_spec.numel > 0:
+        if part.tensor.numel() == 0 and part.shard.shard_spec.numel > 0:
             continue
-        holders = part.held.holders
+        holders = part.shard.holders
         # Bytes that each holder has to write so far. min and index take the first of equal ones, on every rank alike.
         load = bytes_of_holders.setdefault(holders, [0] * len(holders))
         index = load.index(min(load))
@@ -232,7 +232,7 @@ def _check_dtype(name: str, tensor: torch.Tensor) -> None:
 
 
 def as_stored(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str] | None]:
-    """Return what safetensors saves of tensors, and the metadata by which `TensorFile` reads complex ones."""
+    """Return the tensors that safetensors saves, and the metadata by which `TensorFile` reads complex ones."""
     forms = {}
     stored = {}
     for name, tensor in tensors.items():
@@ -242,7 +242,7 @@ def as_stored(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tens
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy on the CPU with values of its own: a conjugate may be a mark on others'."""
+    """Return a copy on the CPU with values of its own: a conjugate may be a mark on another tensor's."""
     return tensor.detach().to("cpu", copy=True).contiguous().resolve_conj().resolve_neg()
 
 

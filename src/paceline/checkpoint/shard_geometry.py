@@ -40,7 +40,7 @@ class Box:
         return math.prod(stop - start for start, stop in self.box)
 
     def of(self, part: Any, inside: Sequence[Range]) -> Any:
-        """Return the stretch `inside` of this piece's window as a view of `part`, a torch tensor or a numpy array."""
+        """Return the stretch `inside` of this box's window as a view of `part`, a torch tensor or a numpy array."""
         if self.is_flat:
             part = part[self.offset : self.offset + math.prod(self.window)].reshape(self.window)
         slices = [slice(start, stop) for start, stop in inside]
@@ -48,7 +48,7 @@ class Box:
 
 
 @lru_cache(_CACHE_SIZE)
-def pieces(shard_spec: ShardSpec) -> tuple[Box, ...]:
+def boxes_of(shard_spec: ShardSpec) -> tuple[Box, ...]:
     """Return the boxes of which a part is made, in its own order; none of them is empty."""
     grid: list[list[Range]] = []  # of each dim, the ranges that stay
     for size in shard_spec.shape:
@@ -56,7 +56,7 @@ def pieces(shard_spec: ShardSpec) -> tuple[Box, ...]:
         grid.append([(0, size)] if size else [])
     flat: list[Range] | None = None  # after a FLAT cut: what stays of the grid, flattened
     for cut in shard_spec.cuts:
-        # Each cut selects from what the ones before left, as one of `shard` does after one of `tensor`.
+        # Each cut selects from what the ones before it selected, as one of `shard` does after one of `tensor`.
         if flat is not None:
             flat = _select(flat, cut.ranges)
         elif cut.dim == FLAT:
@@ -65,14 +65,14 @@ def pieces(shard_spec: ShardSpec) -> tuple[Box, ...]:
             grid[cut.dim] = _select(grid[cut.dim], cut.ranges)
     shape = tuple(map(_length, grid))
     if flat is None:
-        return tuple(_pieces_of_window(grid, [(0, size) for size in shape], shape, 0, False))
+        return tuple(_boxes_of_window(grid, [(0, size) for size in shape], shape, 0, False))
     boxes: list[Box] = []
     offset = 0
     # A stretch of a flattened part is no box of it, but a few: they lie one after the other in memory.
     for start, stop in flat:
         for box in _boxes_of_stretch(shape, start, stop):
             window = tuple(end - begin for begin, end in box)
-            boxes += _pieces_of_window(grid, box, window, offset, True)
+            boxes += _boxes_of_window(grid, box, window, offset, True)
             offset += math.prod(window)
     return tuple(boxes)
 
@@ -82,8 +82,8 @@ def _length(ranges: Sequence[Range]) -> int:
 
 
 def _select(ranges: Sequence[Range], selection: Sequence[Range]) -> list[Range]:
-    """Lay `ranges` end to end, keep only the offsets in `selection`, and return what is left of each range."""
-    left: list[Range] = []
+    """Lay `ranges` end to end, keep only the offsets in `selection`, and return the remainder of each range."""
+    selected: list[Range] = []
     for start, stop, offset in _laid_out(ranges):
         for first, last in selection:
             low = max(first, offset)
@@ -92,10 +92,10 @@ def _select(ranges: Sequence[Range], selection: Sequence[Range]) -> list[Range]:
                 continue
             low += start - offset
             high += start - offset
-            if left and left[-1][1] == low:  # two ranges that touch become one
-                low = left.pop()[0]
-            left.append((low, high))
-    return left
+            if selected and selected[-1][1] == low:  # two ranges that touch become one
+                low = selected.pop()[0]
+            selected.append((low, high))
+    return selected
 
 
 def _laid_out(ranges: Sequence[Range]) -> Iterator[tuple[int, int, int]]:
@@ -132,7 +132,7 @@ def _boxes_of_stretch(shape: tuple[int, ...], start: int, stop: int) -> Iterator
             yield ((last, last + 1), *box)
 
 
-def _pieces_of_window(
+def _boxes_of_window(
     grid: Sequence[Sequence[Range]], box: Sequence[Range], window: tuple[int, ...], offset: int, is_flat: bool
 ) -> Iterator[Box]:
     """Yield a box of what the grid keeps, split where the grid has gaps in the full tensor."""
@@ -154,25 +154,25 @@ def _pieces_of_window(
         yield Box(in_tensor_ranges, in_window_ranges, window, offset, is_flat)
 
 
-def move(target: Any, wanted: ShardSpec, source: Any, held: ShardSpec) -> None:
+def move(target: Any, target_spec: ShardSpec, source: Any, source_spec: ShardSpec) -> None:
     """Copy the elements that both parts of a tensor have from `source` to `target`.
 
     Both are arrays of one kind and dtype (torch or numpy), of their shard specs' local shapes.
     """
     # Pairs of boxes: a part has few (up to 20, see manifest_schema.py).
-    for target_piece in pieces(wanted):
-        for source_piece in pieces(held):
-            box = _intersection(target_piece.box, source_piece.box)
+    for target_box in boxes_of(target_spec):
+        for source_box in boxes_of(source_spec):
+            box = _intersection(target_box.box, source_box.box)
             if box is not None:
-                elements = source_piece.of(source, _within(source_piece, box))
-                target_piece.of(target, _within(target_piece, box))[...] = elements
+                elements = source_box.of(source, _within(source_box, box))
+                target_box.of(target, _within(target_box, box))[...] = elements
 
 
-def is_needed(wanted: ShardSpec, held: ShardSpec) -> bool:
-    """True if the part `held` has any element of the part `wanted`."""
-    for wanted_piece in pieces(wanted):
-        for held_piece in pieces(held):
-            if _intersection(wanted_piece.box, held_piece.box) is not None:
+def is_needed(target_spec: ShardSpec, source_spec: ShardSpec) -> bool:
+    """True if the part `source_spec` has any element of the part `target_spec`."""
+    for target_box in boxes_of(target_spec):
+        for source_box in boxes_of(source_spec):
+            if _intersection(target_box.box, source_box.box) is not None:
                 return True
     return False
 
@@ -189,17 +189,17 @@ def _intersection(first: Sequence[Range], second: Sequence[Range]) -> tuple[Rang
     return tuple(box)
 
 
-def _within(piece: Box, box: Sequence[Range]) -> list[Range]:
-    """Return where in the piece's window a box of the full tensor lies."""
+def _within(outer: Box, box: Sequence[Range]) -> list[Range]:
+    """Return the place of a box of the full tensor in the window of the box `outer`."""
     ranges = []
-    for (low, high), (start, _), (inside, _) in zip(box, piece.box, piece.inside, strict=True):
+    for (low, high), (start, _), (inside, _) in zip(box, outer.box, outer.inside, strict=True):
         ranges.append((low - start + inside, high - start + inside))
     return ranges
 
 
 @lru_cache(_CACHE_SIZE)
 def fault_of_cover(shape: tuple[int, ...], parts: tuple[ShardSpec, ...]) -> str | None:
-    """Return why `parts` are not each element of a tensor once, as text; None if they are.
+    """Return the reason why `parts` are not each element of a tensor once, as text; None if they are.
 
     The time grows with the number of boxes, not with that of pairs of them. Every index along a dimension has a random
     weight, an element the product of its indices' weights, and a box the sum of its elements' weights: a product of
@@ -208,12 +208,12 @@ def fault_of_cover(shape: tuple[int, ...], parts: tuple[ShardSpec, ...]) -> str 
     """
     boxes: list[Box] = []
     for part in parts:
-        boxes += pieces(part)
+        boxes += boxes_of(part)
     numel = math.prod(shape)
-    held = sum(box.numel for box in boxes)
+    count = sum(box.numel for box in boxes)
     # More than all of them overlap, which the weights below find as well.
-    if held < numel:
-        return f"its parts have {held} of {numel} elements"
+    if count < numel:
+        return f"its parts have {count} of {numel} elements"
     full_box = [(0, size) for size in shape]
     if sum(_weight(box.box) for box in boxes) % _PRIME != _weight(full_box):
         return "two of its parts overlap"
@@ -238,8 +238,8 @@ def _weight_below(dim: int, index: int) -> int:
     return int.from_bytes(digest, "big") % _PRIME
 
 
-def most_pieces(shard_spec: ShardSpec) -> int:
-    """Return an upper bound of the number of `pieces`, and so of their work, without making them."""
+def most_boxes(shard_spec: ShardSpec) -> int:
+    """Return an upper bound of the number of boxes, and so of their work, without making them."""
     counts = [1] * len(shard_spec.shape)
     flat = 0
     for cut in shard_spec.cuts:

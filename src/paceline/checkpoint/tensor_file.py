@@ -1,4 +1,4 @@
-"""Read and write safetensors files piece by piece, without torch: mapped to be read, streamed to be written.
+"""Read and write safetensors files tensor by tensor, without torch: mapped to be read, streamed to be written.
 
 The format is eight bytes of the header's length, a header of JSON, and the tensors' raw bytes
 (huggingface.co/docs/safetensors). The library would make tensors of one framework of it, and wants all
@@ -39,11 +39,11 @@ DTYPES = {
     "float32": ("F32", 4),
     "float64": ("F64", 8),
     "complex64": ("C64", 8),
-    # The format has no such dtype: the real and the imaginary part lie in a last dimension of size 2.
+    # The format has no such dtype: the real and the imaginary part are in a last dimension of size 2.
     "complex128": ("F64", 16),
 }
 _PAIRS = ("complex128",)
-PAIRS_KEY = "complex128"  # of the metadata: the names of the tensors that lie so, as a list in JSON
+PAIRS_KEY = "complex128"  # of the metadata: the names of the tensors that are stored so, as a list in JSON
 _MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 METADATA = "__metadata__"  # a key of the header that is no tensor
 
@@ -125,7 +125,7 @@ class TensorFile:
         return forms
 
     def _pairs(self) -> set[str]:
-        """Return the names of the tensors of complex numbers that lie in a last dimension of size 2."""
+        """Return the names of the tensors of complex numbers that are in a last dimension of size 2."""
         text = self.header.get(METADATA, {}).get(PAIRS_KEY)
         if text is None:
             return set()
@@ -145,8 +145,8 @@ class TensorFile:
         if not isinstance(entry, dict):
             raise _bad(self.path, f"it lacks {name}")
         if (entry.get("dtype"), entry.get("shape")) != (DTYPES[form.dtype][0], form.stored_shape):
-            there = f"{shown(entry.get('dtype'))} of shape {shown(entry.get('shape'))}"
-            raise _bad(self.path, f"its {name} is {there}, not {form.dtype} of shape {shown(list(form.shape))}")
+            actual = f"{shown(entry.get('dtype'))} of shape {shown(entry.get('shape'))}"
+            raise _bad(self.path, f"its {name} is {actual}, not {form.dtype} of shape {shown(list(form.shape))}")
         offsets: Any = entry.get("data_offsets")
         if fault_of(offsets, [COUNT]) or len(offsets) != 2:
             raise _bad(self.path, f"its {name} lies outside of it")
@@ -181,7 +181,7 @@ def write_tensors(
 
 
 def pairs_metadata(forms: Mapping[str, TensorFormat]) -> dict[str, str]:
-    """Return what a file's metadata say of tensors whose complex numbers lie in a last dimension of size 2."""
+    """Return the metadata of a file for tensors whose complex numbers are in a last dimension of size 2."""
     names = sorted(name for name, form in forms.items() if form.dtype in _PAIRS)
     return {PAIRS_KEY: json.dumps(names)} if names else {}
 

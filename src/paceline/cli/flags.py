@@ -11,31 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.launch.cluster_file import TABLES
 from paceline.launch.sbatch_options import TAKEN
 from paceline.nouns.errors import UsageError
 from paceline.nouns.reading import read_text
-from paceline.run.request import ELASTIC, NAMED_RANK, NODE, PLACES, RANK
+from paceline.run.job_settings import ELASTIC, JOB, PLACES, RUN_PLACES, TABLES
 
 if TYPE_CHECKING:
-    from paceline.launch.kubernetes.request import KubernetesOptions
+    from paceline.launch.kubernetes.kubernetes_request import KubernetesOptions
 
-_JOBS = frozenset({*PLACES, ELASTIC, NODE, NAMED_RANK, RANK})
-_SUPERVISED = _JOBS - {NAMED_RANK, RANK}  # `paceline run` itself ends the ranks
-_WITH_HOSTS = frozenset({"ssh", "mpi", ELASTIC})
-_BESIDE_HOST = frozenset({"ssh", "mpi", "ray", ELASTIC})
-# Of every flag of `paceline run`, by the name of its value: the places where it changes something.
-RUN_FLAGS: dict[str, frozenset[str]] = {
-    **dict.fromkeys(("n", "plan", "job", "on", "is_module"), _JOBS),
-    **dict.fromkeys(("checkpoint_every", "keep", "copy_to", "no_check"), _JOBS - {RANK}),
-    **dict.fromkeys(("runs", "resume", "resume_or_start", "stall_timeout"), _JOBS - {RANK}),
-    **dict.fromkeys(("grace", "stall_notice", "json", "dry_run", "env", "shape", "profile"), _SUPERVISED),
-    **dict.fromkeys(("hosts", "hostfile"), _WITH_HOSTS),
-    "max_restarts": frozenset({"local", "mpi", "ray"}),
-    "interface": _BESIDE_HOST | {NODE},
-    **dict.fromkeys(("python", "cluster"), _BESIDE_HOST),
-    **dict.fromkeys(("min_hosts", "max_hosts", "host_discovery_script"), frozenset({ELASTIC})),
-}
 # Places without --max-restarts: what a job there is, why not, and what to do.
 _NO_RESTARTS = {
     "ssh": (
@@ -51,15 +34,6 @@ _NO_RESTARTS = {
 }
 _WITH_PLAN = ("run", "submit", "plan", "profile", "verify", "explain")
 _OPTIONS_OF_PLAN = ("transport", "compression", "bucket_bytes")
-# Flags that some commands had in earlier versions, by the name of the value: their keys in the cluster file.
-_KEYS = {
-    "ssh_program": ("ssh", "program"),
-    "ssh_option": ("ssh", "options"),
-    "mpirun": ("mpi", "mpirun"),
-    "mpi_option": ("mpi", "options"),
-    "ray_address": ("ray", "address"),
-}
-
 # Flags of torchrun, accelerate, mpirun, srun and sbatch: what to write in their place.
 _RANKS = "write -n N for N ranks, or -j NODESxRANKS for several hosts"
 _NODES = "write -j NODESxRANKS, such as -j 2x8"
@@ -70,10 +44,10 @@ _OF_OTHERS = {
     **dict.fromkeys(("master_addr", "master_port", "rdzv_endpoint", "rdzv_backend", "rdzv_id"), _NO_ADDRESS),
     **dict.fromkeys(("standalone", "node_rank", "machine_rank"), _NO_ADDRESS),
 }
-# The same of sbatch alone: those that no job may have, and those that only an #SBATCH line takes on.
+# The same of sbatch: those that no job may have, and those that only an #SBATCH line has.
 _SBATCH = {
-    **{f"--{name}": each.fix for name, each in TAKEN.items()},
-    **{f"-{each.letter}": each.fix for each in TAKEN.values()},
+    **{f"--{name}": option.fix for name, option in TAKEN.items()},
+    **{f"-{option.letter}": option.fix for option in TAKEN.values()},
 }
 _SBATCH_VALUES = ("gres", "gpus", "mem", "mem_per_cpu", "mem_per_gpu", "constraint", "reservation")
 _SBATCH_LINES = {f"--{name.replace('_', '-')}": "=VALUE" for name in (*_SBATCH_VALUES, "nodelist", "exclude")}
@@ -144,14 +118,14 @@ _KUBERNETES_RULES = (
 )
 
 
-def given(parser: argparse.ArgumentParser, command_line: Sequence[str]) -> dict[str, str]:
+def written_flags(parser: argparse.ArgumentParser, command_line: Sequence[str]) -> dict[str, str]:
     """Return the flags that a command line has, also with a default's value: by the name of the value, as written.
 
     Args:
         parser: of one command; it is changed, so hand over one that nobody else needs.
         command_line: what `parser` has read before without an error.
     """
-    actions = list(_actions(parser))
+    actions = list(actions_of(parser))
     flags = {action.dest: action.option_strings[0] for action in actions if action.option_strings}
     # argparse does not say whether a value was written or is the default.
     for action in actions:
@@ -160,21 +134,21 @@ def given(parser: argparse.ArgumentParser, command_line: Sequence[str]) -> dict[
     return {name: flags[name] for name in vars(written) if name in flags}
 
 
-def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+def actions_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
     """Yield the arguments of a parser and of the parsers of its own commands."""
     for action in parser._actions:
         yield action
         if isinstance(action, argparse._SubParsersAction):
             for below in action.choices.values():
-                yield from _actions(below)
+                yield from actions_of(below)
 
 
 def check_rules(verb: str, arguments: argparse.Namespace) -> None:
     """Raise UsageError where a flag was given that does not apply."""
     for rule in RULES.get(verb, ()):
         for name in rule.flags:
-            if name in arguments.given and not rule.applies(arguments):
-                flag = arguments.given[name]
+            if name in arguments.flags and not rule.applies(arguments):
+                flag = arguments.flags[name]
                 raise UsageError(f"the flag {flag}", rule.found, f"{rule.fix}, or leave {flag} out")
 
 
@@ -196,11 +170,11 @@ def check_place(written: Mapping[str, str], place: str, launcher: str = "") -> N
 
     Args:
         written: the flags that were given, by the names of their values.
-        place: what starts the ranks, one of those in RUN_FLAGS.
+        place: what starts the ranks, one of RUN_PLACES.
         launcher: who started this process, where it is a node or a rank.
     """
     for name, flag in written.items():
-        if place in RUN_FLAGS.get(name, {place}):
+        if name not in JOB or place in JOB[name].places:
             continue
         if launcher:
             raise UsageError(
@@ -210,14 +184,14 @@ def check_place(written: Mapping[str, str], place: str, launcher: str = "") -> N
             )
         if name == "max_restarts":
             raise UsageError(f"{flag} does not apply to a job {_NO_RESTARTS[place][0]}", *_NO_RESTARTS[place][1:])
-        here = {"local": "on this host", ELASTIC: "on hosts that come and go"}
-        asked = f"{flag} does not apply to a job {here.get(place, f'--on {place}')}"
-        wanted = _written(RUN_FLAGS[name])
-        raise UsageError(asked, f"it belongs to {' or '.join(wanted)}", f"write {wanted[0]}, or leave {flag} out")
+        described = {"local": "on this host", ELASTIC: "on hosts that come and go"}
+        asked = f"{flag} does not apply to a job {described.get(place, f'--on {place}')}"
+        flags = _flags_of(JOB[name].places)
+        raise UsageError(asked, f"it belongs to {' or '.join(flags)}", f"write {flags[0]}, or leave {flag} out")
 
 
-def _written(places: frozenset[str]) -> list[str]:
-    """Return how a job in one of these places is asked for; hosts that come and go are reached over ssh."""
+def _flags_of(places: frozenset[str]) -> list[str]:
+    """Return the flags for a job in each of some places; hosts that come and go are reached over ssh."""
     if places == {ELASTIC}:
         return ["--on ssh with --min-hosts N"]
     return [f"--on {place}" for place in PLACES if place in places]
@@ -227,7 +201,7 @@ def moved(flag: str, command: str) -> str:
     """Return the fix for a flag of an earlier version, of another command or of another launcher; "": of none.
 
     Args:
-        flag: as written.
+        flag: the flag as it was written.
         command: that does not have it.
     """
     name = flag.removeprefix("--").replace("-", "_")
@@ -242,16 +216,24 @@ def moved(flag: str, command: str) -> str:
         return f"write --sbatch-option={flag}{_SBATCH_LINES[flag]}"
     if command != "paceline submit slurm" and name in TABLES["slurm"]:
         return "write `paceline submit slurm`, which has it"
-    table, key = _KEYS.get(name, ("ray", name))
-    if key in TABLES[table]:
-        return f"write {key} under [{table}] in a file, and name that with --cluster; see docs/hosts.md"
+    if key := _key_of_former_flag(name):
+        return f"write {key} in a file, and name that with --cluster; see docs/hosts.md"
     if command != "paceline submit kubernetes" and name in (*TABLES["kubernetes"], "check"):
         return "write `paceline submit kubernetes`, which has it"
-    if verb == "submit" and name in RUN_FLAGS:
+    if verb == "submit" and name in JOB and JOB[name].places & RUN_PLACES:
         return "leave it out; `paceline run` has it"
     if name not in _OF_OTHERS and command == "paceline submit slurm":
         return _SBATCH.get(flag, "")
     return _OF_OTHERS.get(name, "")
+
+
+def _key_of_former_flag(name: str) -> str:
+    """Return the key of the cluster file that a flag of an earlier version became, and its table; "": none."""
+    for table, settings in TABLES.items():
+        for key, setting in settings.items():
+            if setting.former_flag == name:
+                return f"{key} under [{table}]"
+    return ""
 
 
 def misplaced(parser: argparse.ArgumentParser, after_file: Sequence[str]) -> list[str]:
@@ -272,7 +254,7 @@ def check_after_file(file: str, words: Sequence[str], command: str, arguments: S
     Args:
         file: the workload file.
         words: the command's flags that stand after it.
-        command: its name.
+        command: the name of the command.
         arguments: all that stands after it.
     """
     strings = _strings(Path(file)) if words else set()

@@ -9,16 +9,15 @@ import importlib
 import io
 import json
 import os
-import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from paceline.cli import completion
-from paceline.cli.flags import check_after_file, check_rules, given, misplaced, moved
-from paceline.cli.output import OutputLost, guarded
+from paceline.cli import completion_command as completion
+from paceline.cli.closed_output import OutputLost, guarded
+from paceline.cli.flags import actions_of, check_after_file, check_rules, misplaced, moved, written_flags
 from paceline.nouns.errors import MEETS_NOT, PacelineError, UsageError, did_you_mean, how_to_write
-from paceline.nouns.reading import shown
+from paceline.nouns.reading import number, shown
 
 # Faults that are none of a command's own: a file can't be written, or none can be opened any more.
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE)
@@ -28,6 +27,7 @@ INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it
 # Name and summary of every verb; the file of the same name in this package is loaded when it is called.
 VERBS = {
     "run": "train as planned, on this host or on others",
+    "horovodrun": "run a script of Horovod's with horovodrun's command line",
     "submit": "send a job to Slurm or Kubernetes, and return",
     "plan": "say what a plan sends and holds, without training",
     "explain": "say each setting of a job here, and where it comes from",
@@ -47,12 +47,7 @@ VERBS = {
     "completion": "print what a shell needs to complete commands and runs",
 }
 
-# argparse's words about a value of another type, a word that is none of some, and a value of a flag that has none.
-_INVALID = re.compile(r"argument (-[^/:]+).*: invalid (\w+) value: ")
-_CHOICE = re.compile(r"argument VERB: invalid choice: '([^']*)' \(choose from (.*)\)")
-_ALONE = re.compile(r"argument (-[^/:]+).*: ignored explicit argument ")
-_KINDS = {"int": "a whole number", "float": "a number", "number": "a number"}
-_TARGET = re.compile(r"argument TARGET: invalid choice: '([^']*)'")  # argparse's words
+_KINDS = {int: "a whole number", float: "a number", number: "a number"}  # of values, by what reads them
 _TARGETS_BY_OTHER_NAMES = {"k8s": "kubernetes", "kubectl": "kubernetes", "sbatch": "slurm", "srun": "slurm"}
 WITH_FILE = ("run", "submit", "plan", "profile", "verify")  # what stands after FILE, or after `--`, is the file's own
 
@@ -62,49 +57,77 @@ class Parser(argparse.ArgumentParser):
 
     called: argparse.ArgumentParser | None = None  # the parser of the command that was called
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, exit_on_error=False)  # an error is raised with its argument, and not as a text
+
     def error(self, message: str) -> NoReturn:
-        """Say what was asked, found and what to do, and exit with 2."""
-        print(f"{self._command}: error: {self._explained(message)}", file=sys.stderr)
-        sys.exit(MEETS_NOT)
+        """Print the error of three parts, and exit with 2."""
+        self._refuse(UsageError("can't read the arguments", message, self._see_help))
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Read the arguments; exit with 2 where there is an unknown one."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self._refuse(self._unknown_argument(" ".join(unknown).split() or ["''"]))
+        return parsed
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Read the arguments, and return the unknown ones too; exit with 2 where one can't be read."""
+        try:
+            return super().parse_known_args(args, namespace)
+        except argparse.ArgumentError as error:
+            actions = {argparse._get_action_name(action): action for action in self._actions}
+            fix = self._fix_of(actions.get(error.argument_name))
+            self._refuse(UsageError("can't read the arguments", str(error), fix))
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse a word that is none of a command's own commands."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            if not isinstance(action, argparse._SubParsersAction):
+                raise
+            if action.dest == "target":
+                self._refuse(_no_target(value))
+            only = f"write `{self._command} {next(iter(action.choices))} ...`; {self._see_help}"
+            fix = did_you_mean(value, action.choices, only if len(action.choices) == 1 else self._see_help)
+            self._refuse(UsageError("can't read the arguments", str(error), fix))
 
     @property
     def _command(self) -> str:
         return self.prog if self.called is None else self.called.prog
 
-    def _explained(self, message: str) -> UsageError:
+    @property
+    def _see_help(self) -> str:
+        return f"see `{self._command} --help`"
+
+    def _refuse(self, error: UsageError) -> NoReturn:
+        print(f"{self._command}: error: {error}", file=sys.stderr)
+        sys.exit(MEETS_NOT)
+
+    def _unknown_argument(self, words: Sequence[str]) -> UsageError:
+        """Return the error about the first of some words that no argument of the command has."""
         flags: list[str] = []
         for parser in (self, self.called or self):
             for action in parser._actions:
                 flags += action.option_strings
-        marker = "unrecognized arguments: "
-        if marker in message:
-            unrecognized = message.split(marker)[1].split() or ["''"]
-            word = unrecognized[0]
-            flag = word.split("=")[0]
-            fix = moved(flag, self._command) if self.called is not None else ""
-            fix = fix or did_you_mean(flag, _alike(flag, flags), f"see `{self._command} --help`")
-            if self.called is not None and _takes_file_arguments(self.called):
-                fix += "; a flag of the file's own stands after it"
-            return UsageError(f"can't read the argument {word}", "this command has no such argument", fix)
-        if target := _TARGET.match(message):
-            return _no_target(target[1])
-        message = message.removesuffix(", ...")  # argparse requires the file's own arguments too, which may be none
-        return UsageError("can't read the arguments", message, self._way_out(message))
+        flag = words[0].split("=")[0]
+        fix = moved(flag, self._command) if self.called is not None else ""
+        fix = fix or did_you_mean(flag, _alike(flag, flags), self._see_help)
+        if self.called is not None and _takes_file_arguments(self.called):
+            fix += "; a flag of the file's own stands after it"
+        return UsageError(f"can't read the argument {words[0]}", "this command has no such argument", fix)
 
-    def _way_out(self, message: str) -> str:
-        """Return the fix for what argparse says."""
-        otherwise = f"see `{self._command} --help`"
-        if invalid := _INVALID.match(message):
-            flag, kind = invalid[1], _KINDS.get(invalid[2])
-            # -np 2, as mpirun takes it, is -n with the value p.
-            return f"write {flag} and {kind}, such as {flag} 2" if kind else otherwise
-        if choice := _CHOICE.match(message):
-            choices = re.findall(r"[\w-]+", choice[2])
-            only = f"write `{self._command} {choices[0]} ...`; {otherwise}" if len(choices) == 1 else otherwise
-            return did_you_mean(choice[1], choices, only)
-        if alone := _ALONE.match(message):
-            return f"write {alone[1]} without a value" + "; --job NAME names the run" * (alone[1] == "--resume")
-        return otherwise
+    def _fix_of(self, action: argparse.Action | None) -> str:
+        """Return the fix for a flag whose value can't be read."""
+        if action is None or not action.option_strings:
+            return self._see_help
+        flag = action.option_strings[0]
+        if action.nargs == 0:
+            return f"write {flag} without a value" + "; --job NAME names the run" * (flag == "--resume")
+        # -np 2, as mpirun takes it, is -n with the value p.
+        kind = _KINDS.get(action.type)
+        return f"write {flag} and {kind}, such as {flag} 2" if kind else self._see_help
 
 
 def _no_target(word: str) -> UsageError:
@@ -123,7 +146,7 @@ def _find_verb(command_line: Sequence[str]) -> str | None:
     """
     first = command_line[0].partition("=")[0] if command_line else ""
     if first.startswith("-") and first not in ("-h", "--help", "--version", "--"):
-        from paceline.cli import run  # here: every command would wait for its imports
+        from paceline.cli import run_command as run  # here: every command would wait for its imports
 
         known = _fresh(run)
         is_of_run = any(first in action.option_strings for action in known._actions)
@@ -138,7 +161,7 @@ def _find_verb(command_line: Sequence[str]) -> str | None:
 
 
 def _alike(flag: str, flags: Sequence[str]) -> list[str]:
-    """Return the flags whose names without hyphens are alike: the hyphens alone make --nodes look like --qos."""
+    """Return the flags whose names without hyphens are alike: with their hyphens --nodes would be near --qos."""
     return [known for known in flags if difflib.get_close_matches(flag.lstrip("-"), [known.lstrip("-")])]
 
 
@@ -193,7 +216,7 @@ def _main(argv: list[str] | None) -> int:
         return MEETS_NOT
     module = None
     if verb in VERBS:  # only this one: others' imports would cost time
-        module = importlib.import_module(f"paceline.cli.{verb}")
+        module = importlib.import_module(f"paceline.cli.{verb}_command")
     parsed = _parse(command_line, verb, module)
     command = f"paceline {verb} {parsed.target}" if verb == "submit" else f"paceline {verb}"
     try:
@@ -222,7 +245,7 @@ def _complete() -> None:
     verb = completion.verb_asked_for(VERBS)
     parser, parsers = _parsers()
     if verb is not None:
-        _add_verb(parsers[verb], importlib.import_module(f"paceline.cli.{verb}"))
+        _add_verb(parsers[verb], importlib.import_module(f"paceline.cli.{verb}_command"))
     completion.complete(parser)
 
 
@@ -233,7 +256,7 @@ def read_command(words: Sequence[str]) -> argparse.Namespace:
         UsageError: a flag of the command stands after FILE.
     """
     verb = words[0]
-    parsed = _parse(words, verb, importlib.import_module(f"paceline.cli.{verb}"))
+    parsed = _parse(words, verb, importlib.import_module(f"paceline.cli.{verb}_command"))
     _find_program(parsed)
     check_after_file(parsed.workload, parsed.misplaced, f"paceline {verb}", parsed.arguments)
     return parsed
@@ -259,43 +282,44 @@ def _run(parsed: argparse.Namespace) -> int:
         ) from None
 
 
-def _parse(command_line: Sequence[str], verb: str | None, module: Any) -> argparse.Namespace:
-    """Read the arguments; `given` are the flags that were written, whatever their values.
+def _parse(command_line: Sequence[str], verb: str | None, module: object) -> argparse.Namespace:
+    """Read the arguments; `flags` are the flags that were written, by the names of their values.
 
     Args:
-        command_line: its words.
+        command_line: the words after `paceline`.
         verb: the command among them, if any.
-        module: its file.
+        module: the command's file.
     """
     parser, parsers = _parsers()
     if verb is None or module is None:
         _help_alone(parser, command_line)
-        return parser.parse_args(command_line)
+        parsed: argparse.Namespace = parser.parse_args(command_line)
+        return parsed
     verb_parser = parsers[verb]
     _add_verb(verb_parser, module)
     if command_line[0] == verb:
         _help_alone(verb_parser, command_line[1:])
     called = _called(verb_parser, command_line)
     parser.called = called
-    rest: list[str] = []
+    after_hyphens: list[str] = []
     if verb in WITH_FILE and "--" in command_line:  # argparse hands it to whichever argument comes first
         at = command_line.index("--")
-        rest = list(command_line[at + 1 :])
+        after_hyphens = list(command_line[at + 1 :])
         command_line = command_line[:at]
         # Without FILE before it, it ends this command's flags, and FILE follows.
         if _lacks_file(module, command_line[command_line.index(verb) + 1 :]):
-            return _parse([*command_line, *_begun_by_file(rest)], verb, module)
+            return _parse([*command_line, *_begun_by_file(after_hyphens)], verb, module)
     # `verify` declares no argument for what stands after `--`: the parser would not make the list.
     namespace = argparse.Namespace(arguments=[]) if verb == "verify" else None
     parsed = parser.parse_args(command_line, namespace)
     # Read a second time, by a parser without defaults: a flag that is given with its default's value counts as given,
     # and is refused where it does not apply.
-    parsed.given = given(_fresh(module), command_line[command_line.index(verb) + 1 :])
+    parsed.flags = written_flags(_fresh(module), command_line[command_line.index(verb) + 1 :])
     if verb in WITH_FILE:
         parsed.misplaced = misplaced(called, parsed.arguments)
-        if rest and parsed.arguments:
-            rest = ["--", *rest]
-        parsed.arguments = [*parsed.arguments, *rest]
+        if after_hyphens and parsed.arguments:
+            after_hyphens = ["--", *after_hyphens]
+        parsed.arguments = [*parsed.arguments, *after_hyphens]
     return parsed
 
 
@@ -335,6 +359,9 @@ def _add_verb(parser: argparse.ArgumentParser, module: Any) -> None:
     parser.description = module.__doc__
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     module.add_arguments(parser)
+    for action in actions_of(parser):
+        if action.nargs == argparse.REMAINDER:  # the file may have no arguments, which argparse would require
+            action.required = False
     parser.set_defaults(run=module.run)
 
 
@@ -348,7 +375,7 @@ def _called(verb: argparse.ArgumentParser, command_line: Sequence[str]) -> argpa
 
 
 class _UnreadableError(Exception):
-    """argparse's message."""
+    """argparse can't read a command line."""
 
 
 class _QuietParser(argparse.ArgumentParser):
@@ -364,11 +391,13 @@ def _lacks_file(module: Any, command_line: Sequence[str]) -> bool:
         return False
     parser = _QuietParser(allow_abbrev=False)
     module.add_arguments(parser)
+    for action in actions_of(parser):
+        action.required = False
     try:
-        parser.parse_args(command_line)
-    except _UnreadableError as error:
-        return "required: FILE" in str(error)  # argparse's words, with the metavar of the argument
-    return False
+        parsed, _ = parser.parse_known_args(command_line)
+    except _UnreadableError:
+        return False
+    return not getattr(parsed, "workload", True)
 
 
 def _fresh(module: Any) -> argparse.ArgumentParser:

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from paceline.launch.plan_choice import PlanRequest
 from paceline.launch.source_files import find_module
-from paceline.nouns.plan import Plan
 from paceline.nouns.reading import number
 from paceline.nouns.user_program import MODULE
 from paceline.run.directory import RunChoice
+from paceline.run.job_settings import JOB, Setting
 from paceline.run.request import stall_timeout_of
 from paceline.run.supervise.stalls import VARIABLE as STALL_NOTICE
 
-RUNS = Path("runs")
+_READERS = {str: str, int: int, float: number, Path: Path}
 OWN_ARGUMENTS = "arguments of FILE, after `--` if flags clash"
 
 
 class OneLineHelp(argparse.RawDescriptionHelpFormatter):
-    """argparse's help, with a flag and what it does on one line where they fit."""
+    """argparse's help, with a flag and its description on one line where they fit."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=32)
@@ -33,76 +36,61 @@ class OneLineHelp(argparse.RawDescriptionHelpFormatter):
 
 
 def print_notice(text: str) -> None:
-    """Print what people should know on standard error."""
+    """Print a message to the user on standard error."""
     print(text, file=sys.stderr)
 
 
-def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that decide a plan."""
-    parser.add_argument("-n", type=int, metavar="N", help="ranks (default: as many as --plan has, or 1)")
-    parser.add_argument(
-        "--plan",
-        metavar="PLAN",
-        help="axes and options, such as tensor=2, or replicate=2,compression=bf16; or a plan.json",
-    )
+def add_settings(
+    parser: argparse.ArgumentParser,
+    settings: Iterable[Setting],
+    place: str = "",
+    titles: Mapping[str, str] | None = None,
+) -> None:
+    """Add a flag for each of some settings, under the titles of their headings.
+
+    Args:
+        parser: of the command.
+        settings: in the order of the command's help.
+        place: what starts the ranks of the command's jobs, for descriptions that only it has.
+        titles: titles in place of some headings; "": the flags stand under no title.
+    """
+    groups: dict[str, argparse._ActionsContainer] = {"": parser}
+    for setting in settings:
+        title = (titles or {}).get(setting.heading, setting.heading)
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        description = setting.other_help.get(place, setting.help)
+        action = groups[title].add_argument(
+            *(setting.flags or [setting.flag]), dest=setting.name, help=description, **_options(setting)
+        )
+        if setting.choices:
+            action.completer = partial(_choices, setting)  # type: ignore[attr-defined]
 
 
-def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments about a job's checkpoints."""
-    default = Plan()
-    parser.add_argument(
-        "--checkpoint-every",
-        type=int,
-        metavar="STEPS",
-        help=f"between saves; 0: at the end (default {default.checkpoint_every})",
-    )
-    parser.add_argument("--keep", type=int, metavar="K", help=f"checkpoints that stay (default {default.keep})")
-    parser.add_argument("--copy-to", metavar="URL", help="copies of checkpoints, as s3://bucket/runs")
+def _options(setting: Setting) -> dict[str, Any]:
+    """Return argparse's arguments for the value of a setting."""
+    if setting.kind is bool:
+        return {"action": "store_true"}
+    if setting.kind is tuple:
+        return {"action": "append", "metavar": setting.metavar, "default": list(setting.default)}
+    reader = setting.reader or _READERS[setting.kind]
+    return {"type": reader, "metavar": setting.metavar, "default": setting.default}
 
 
-def add_check_argument(parser: argparse.ArgumentParser) -> None:
-    """Add --no-check."""
-    what = "the first step is not compared with one process"
-    parser.add_argument("--no-check", action="store_true", help=what)
+def _choices(setting: Setting, **_: object) -> tuple[str, ...]:
+    """Return the words that argcomplete offers for the value of a setting."""
+    return setting.choices
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments about the run directory."""
-    parser.add_argument("--job", metavar="NAME", help="of the run (default: the file's and the time)")
-    parser.add_argument("--runs", type=Path, default=RUNS, metavar="DIR", help="where runs are kept (default runs)")
-    parser.add_argument("--resume", action="store_true", help="go on with --job, or with this file's last run")
-    parser.add_argument("--resume-or-start", action="store_true", help="go on with --job if there is one, or start it")
-
-
-def add_stall_timeout(parser: argparse._ActionsContainer) -> None:
-    """Add --stall-timeout."""
-    what = "ends a job without progress (default: never)"
-    parser.add_argument("--stall-timeout", type=number, metavar="SECONDS", help=what)
+def add_job_settings(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Add the flags of some settings of a job, under no title."""
+    add_settings(parser, [JOB[name] for name in names], titles={"hosts": ""})
 
 
 def stall_timeout(arguments: argparse.Namespace, notice_s: float) -> float:
-    """Return the seconds without progress until the job is ended; 0: it never is."""
+    """Return the seconds without progress until the job is ended; 0: it is never ended."""
     is_flag = getattr(arguments, "stall_notice", None) is not None  # `submit` has none
     return stall_timeout_of(arguments.stall_timeout, notice_s, "--stall-notice" if is_flag else STALL_NOTICE)
-
-
-def add_place_arguments(parser: argparse._ActionsContainer) -> None:
-    """Add the arguments about a job's ranks, wherever they start."""
-    parser.add_argument("-j", metavar="NODESxRANKS", dest="shape", help="hosts and ranks on each, such as 2x8")
-    parser.add_argument(
-        "-x", "--env", metavar="NAME[=VALUE]", action="append", default=[], help="variable for the ranks; may repeat"
-    )
-
-
-def add_cluster_argument(parser: argparse._ActionsContainer) -> None:
-    """Add --cluster."""
-    parser.add_argument("--cluster", type=Path, metavar="FILE", help="settings of what starts the ranks (TOML)")
-
-
-def add_module_argument(parser: argparse.ArgumentParser) -> None:
-    """Add -m."""
-    what = "FILE is a module's name, as in python -m"
-    parser.add_argument("-m", dest="is_module", action="store_true", help=what)
 
 
 def find_program(arguments: argparse.Namespace) -> None:
@@ -118,12 +106,12 @@ def find_program(arguments: argparse.Namespace) -> None:
 
 
 def module_variable(arguments: argparse.Namespace) -> dict[str, str]:
-    """Return the variable that tells a process which module the user's file is; none where it is run as a file."""
+    """Return the variable that names the user's module to a process; empty where the file is run as a file."""
     return {MODULE: arguments.module} if arguments.module else {}
 
 
 def add_file(parser: argparse.ArgumentParser, help: str = "the Python file that declares the workload") -> None:
-    """Add FILE, and what stands after it."""
+    """Add FILE, and the arguments after it."""
     parser.add_argument("workload", metavar="FILE", help=help)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=OWN_ARGUMENTS)
 
@@ -132,8 +120,8 @@ def plan_request(arguments: argparse.Namespace, ranks: int | None = None) -> Pla
     """Make the plan's request.
 
     Args:
-        arguments: of the command.
-        ranks: in place of -n.
+        arguments: the parsed arguments of the command.
+        ranks: the number of ranks, in place of -n; None: that of -n.
     """
     return PlanRequest(
         ranks=arguments.n if ranks is None else ranks,

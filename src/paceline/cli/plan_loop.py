@@ -1,7 +1,7 @@
-"""Say what a loop of the user's own (`paceline.prepare`) sends per step and what each rank holds: `paceline plan`.
+"""Show what a loop of the user's own (`paceline.prepare`) sends per step and what each rank holds: `paceline plan`.
 
 The loop's file runs in child processes (`profile/profile_loop.py`), each as one rank, until it has taken its first
-steps. So there is no formula here: what its models, optimizers and losses do is seen.
+steps. So there is no formula here: the loop's own models, optimizers and losses are observed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from paceline.cli.plan_memory import (
     needed_if_it_fits,
     notices_of,
 )
-from paceline.launch.profile_loop import profile_loop
-from paceline.launch.profile_workload import Watcher
+from paceline.launch.simulators import Watcher, profile_loop
 from paceline.nouns.device import Device
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.loop_profile import LoopProfile
@@ -31,14 +30,13 @@ from paceline.nouns.plan import Plan
 from paceline.nouns.table import aligned
 from paceline.plan.loop_plans import PlanRow, changes_of_loop, plans_of_loop, plans_table
 from paceline.plan.memory import Memory, memory_of
-from paceline.plan.memory_table import communicators, size
+from paceline.plan.memory_table import communicators, size, traffic_facts, traffic_line
 from paceline.plan.oom_advice import MOMENTS, Suggestion, cheapest
-from paceline.plan.traffic_line import traffic_line
 from paceline.run.supervise.progress import WorkProgress
 
 
 def plan_loop(arguments: argparse.Namespace, plan: Plan, command_line: Sequence[str], device: Device) -> int:
-    """Print what a loop takes under a plan.
+    """Print the memory and traffic of a loop under a plan.
 
     Raises:
         WorkloadError: its file failed, or took no step.
@@ -50,9 +48,11 @@ def plan_loop(arguments: argparse.Namespace, plan: Plan, command_line: Sequence[
         found = profile_loop(plan, command_line, device.kind, progress)
         description = _facts(plan, found)
         lines: list[str] = []
-        notices = [notice for each in found for notice in notices_of(each.profile, device)]
+        notices = []
+        for recorded in found:
+            notices += notices_of(recorded.profile, device)
         if is_explained:
-            profiles = [each.profile for each in found]
+            profiles = [recorded.profile for recorded in found]
             description["memory"], lines, _ = explain_profiles(plan, profiles, device)
             tried = _Tried(command_line, device, {plan: found}, progress)
             if arguments.explain_oom:
@@ -73,26 +73,26 @@ def plan_loop(arguments: argparse.Namespace, plan: Plan, command_line: Sequence[
 
 
 def _most_recordings(plan: Plan, is_explained: bool, with_ways_out: bool) -> int:
-    """Return how many ranks are recorded at most."""
+    """Return the largest number of ranks that are recorded."""
     plans = {plan}
     if is_explained and plan.world_size > 1:
         plans.update(plans_of_loop(plan, plan.world_size))
     if with_ways_out:
         plans.update(change.plan for change in changes_of_loop(plan))
-    return sum(1 + (Mesh.parse(each.mesh).size("shard") > 1) for each in plans)
+    return sum(1 + (Mesh.parse(candidate.mesh).size("shard") > 1) for candidate in plans)
 
 
 class _Tried:
     """The plans under which the loop was tried.
 
     Args:
-        command_line: of the loop.
-        device: where it is to run.
-        found: profiles by plan.
-        watcher: shows progress.
+        command_line: the loop's file and its arguments.
+        device: the device on which the loop is to run.
+        found: the profiles of the ranks recorded so far, by plan.
+        watcher: the receiver of progress.
 
     Attributes:
-        refusals: why some can't be tried.
+        refusals: the reasons why some plans can't be tried.
     """
 
     def __init__(
@@ -118,18 +118,24 @@ class _Tried:
         """Return the memory of the ranks that were recorded."""
         capacity = self.device.capacity(communicators(plan))
         expandable_segments = self.device.expandable_segments
-        return [memory_of(each.profile, capacity, expandable_segments) for each in self.profiles(plan)]
+        return [memory_of(profiled.profile, capacity, expandable_segments) for profiled in self.profiles(plan)]
 
 
 def _facts(plan: Plan, found: Sequence[LoopProfile]) -> dict[str, Any]:
-    """Return what the recorded ranks show, for programs."""
+    """Return the facts that the recorded ranks show, for programs."""
     first = found[0]
     steps = []
     for number, step in enumerate(first.steps[first.from_step :], first.from_step + 1):
-        steps.append({**step, "step": number, "traffic": [_traffic_row(row) for row in step["traffic"]]})
+        steps.append({**step, "step": number, "traffic": [traffic_facts(row) for row in step["traffic"]]})
     is_same = all(step["traffic"] == steps[0]["traffic"] for step in steps)
-    memories = [memory_of(each.profile) for each in found]
-    held = [{"rank": each.rank, "peak": each.peak, "between": each.between} for each in memories]
+    memories = [memory_of(recorded.profile) for recorded in found]
+    memory_rows = [{"rank": memory.rank, "peak": memory.peak, "between": memory.between} for memory in memories]
+    optimizers = []
+    for number, optimizer in enumerate(first.optimizers):
+        state_bytes = {recorded.profile.rank: recorded.optimizers[number]["state_bytes"] for recorded in found}
+        optimizers.append(
+            {"name": optimizer["name"], "parameters": optimizer["parameters"], "state_bytes": state_bytes}
+        )
     return {
         **asdict(plan),
         "is_loop": True,
@@ -137,25 +143,14 @@ def _facts(plan: Plan, found: Sequence[LoopProfile]) -> dict[str, Any]:
         "samples_per_rank": first.profile.micro_batch,
         "recorded_steps": len(first.steps),
         "models": first.models,
-        "optimizers": [
-            {
-                "name": optimizer["name"],
-                "parameters": optimizer["parameters"],
-                "state_bytes": {each.profile.rank: each.optimizers[number]["state_bytes"] for each in found},
-            }
-            for number, optimizer in enumerate(first.optimizers)
-        ],
+        "optimizers": optimizers,
         "parameters": sum(model["parameters"] for model in first.models),
         "parameter_bytes": sum(model["parameter_bytes"] for model in first.models),
         "buffer_bytes": sum(model["buffer_bytes"] for model in first.models),
-        "held": held,
+        "held": memory_rows,
         "steps": steps,
         "traffic": steps[0]["traffic"] if is_same else None,  # it differs from step to step
     }
-
-
-def _traffic_row(row: dict[str, Any]) -> dict[str, Any]:
-    return {"collective": row["collective"], "axis": row["axis"], "calls": row["calls"], "payload_bytes": row["bytes"]}
 
 
 def _print_facts(description: dict[str, Any]) -> None:
@@ -188,7 +183,7 @@ def _print_facts(description: dict[str, Any]) -> None:
 
 
 def _traffic_rows(description: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return what a step sends; of each step where they differ."""
+    """Return the rows of a step's traffic; of each step where they differ."""
     steps = description["steps"] if description["traffic"] is None else description["steps"][:1]
     rows = []
     for step in steps:
@@ -198,16 +193,16 @@ def _traffic_rows(description: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _other_plans(plan: Plan, tried: _Tried) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return what the loop takes under each plan of as many ranks."""
+    """Return the loop's memory and traffic under each plan of as many ranks."""
     rows = []
     plans = plans_of_loop(plan, plan.world_size)
     if plan not in plans:
         plans.insert(0, plan)
-    for other in plans:
-        memories = tried.memories(other)
+    for candidate in plans:
+        memories = tried.memories(candidate)
         if memories:
             largest = max(memories, key=lambda memory: memory.peak)
-            rows.append(PlanRow(other, largest, _most_sent(tried.profiles(other)[0])))
+            rows.append(PlanRow(candidate, largest, _most_sent(tried.profiles(candidate)[0])))
     report = []
     for row in rows:
         report.append({"plan": row.plan.line(), "memory": row.memory.to_json(), "sent_bytes": row.sent_bytes})
@@ -221,16 +216,16 @@ def _most_sent(found: LoopProfile) -> int:
 
 
 def _ways_out(plan: Plan, tried: _Tried, report: dict[str, Any]) -> list[Suggestion]:
-    """Return plans under which the loop fits, where it does not under the one that is asked for."""
+    """Return plans under which the loop fits, where it does not fit under the one that is asked for."""
     if not any(rank["is_too_large"] for rank in report["ranks"]):
         return []
-    asked = [each.profile for each in tried.profiles(plan)]
+    asked = [profiled.profile for profiled in tried.profiles(plan)]
     fitting = by_allocator(plan, asked, tried.device)
-    has_answer = False  # for moments in fewer bits: those with more bits fit, or can't be had
+    has_answer = False  # True once moments with more bits fit, or can't be had: fewer bits are not tried then
     for change in changes_of_loop(plan):
         if change.kind == MOMENTS and has_answer:
             continue
-        profiles = [each.profile for each in tried.profiles(change.plan)]
+        profiles = [profiled.profile for profiled in tried.profiles(change.plan)]
         needed = needed_if_it_fits(change.plan, profiles, tried.device) if profiles else None
         if needed is not None:
             fitting.append((change, needed, flops_of(change.plan, profiles)))

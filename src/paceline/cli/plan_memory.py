@@ -1,13 +1,14 @@
-"""Explain a plan's memory for `paceline plan`: where it goes, and what to do where it is too much."""
+"""Explain a plan's memory for `paceline plan`: its parts on each rank, and changes where it is too much."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from paceline.launch.profile_workload import ProfileRequest, Simulators, ranks_to_profile
+from paceline.launch.simulators import ProfileRequest, Simulators, ranks_to_profile
 from paceline.nouns import module_names
 from paceline.nouns.device import Device
 from paceline.nouns.errors import UsageError, WorkloadError
@@ -18,8 +19,8 @@ from paceline.plan.memory import memory_of
 from paceline.plan.memory_table import communicators, holders, picture, servers_table, size, table
 from paceline.plan.oom_advice import (
     FREE,
+    MOST_SUGGESTIONS,
     OFFLOAD,
-    WANTED,
     Change,
     Suggestion,
     cheapest,
@@ -32,7 +33,7 @@ SIMULATED = "steps simulated"
 
 
 def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that say what to explain, and for which device."""
+    """Add the arguments that choose the explanation and the device."""
     parser.add_argument("--explain-memory", action="store_true", help="where each rank's memory goes, and when")
     parser.add_argument(
         "--explain-oom", action="store_true", help="the same, and the cheapest changes with which it fits --device"
@@ -44,7 +45,7 @@ def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_allocator_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the argument that says how torch's allocator is set on the GPU."""
+    """Add the argument for the settings of torch's allocator on the GPU."""
     parser.add_argument(
         "--expandable-segments",
         action="store_true",
@@ -91,10 +92,10 @@ def check_memory_arguments(arguments: argparse.Namespace) -> Device:
 def explain(
     plan: Plan, command_line: Sequence[str], device: Device, with_ways_out: bool
 ) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Return a plan's memory for programs and for people, and what people should know of how it was found.
+    """Return a plan's memory for programs and for the user, and notices on the way in which it was found.
 
     Raises:
-        WorkloadError, PlanError: no step of it can be tried out.
+        WorkloadError, PlanError: no step under the plan can be simulated.
     """
     fields = asdict(plan)
     requests = []
@@ -119,7 +120,7 @@ def simulators_of(command_line: Sequence[str]) -> Simulators[Profile]:
 def explain_profiles(
     plan: Plan, profiles: Sequence[Profile], device: Device
 ) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Return the memory that some ranks' profiles show, for programs and for people, and what people should know."""
+    """Return the memory by some ranks' profiles, for programs and for the user, and notices."""
     capacity = device.capacity(communicators(plan))
     memories = [memory_of(profile, capacity, device.expandable_segments) for profile in profiles]
     largest = max(range(len(memories)), key=lambda index: memories[index].peak)
@@ -143,7 +144,7 @@ def explain_profiles(
 def add_suggestions(
     suggestions: Sequence[Suggestion], report: dict[str, Any], lines: list[str], device: Device
 ) -> None:
-    """Add to a report what makes the job fit."""
+    """Add to a report the changes that make the job fit."""
     is_too_large = any(rank["is_too_large"] for rank in report["ranks"])
     lines += ["", *_suggestion_lines(suggestions, is_too_large, device)]
     report["ways_out"] = [_suggestion_json(suggestion) for suggestion in suggestions]
@@ -159,7 +160,7 @@ def _suggestion_json(suggestion: Suggestion) -> dict[str, Any]:
 
 
 def notices_of(profile: Profile, device: Device) -> list[str]:
-    """Return what people should know of how a profile was found, and of what it asks of the device."""
+    """Return the notices on the way in which a profile was found, and on the device that it needs."""
     notices = list(profile.notices)
     if profile.precision == "bf16" and device.has_bf16 is False:
         notices.append(
@@ -178,19 +179,19 @@ def _ways_out(
         waiting.setdefault(way.kind, []).append(way)
     fitting = by_allocator(plan, profiles, device)
     progress.is_most = True
-    while waiting and (len(fitting) < WANTED or FREE in waiting):
-        left = [way for ways_of_kind in waiting.values() for way in ways_of_kind]
-        progress.total = progress.num_done + sum(len(ranks_to_profile(way.plan)) for way in left)
+    while waiting and (len(fitting) < MOST_SUGGESTIONS or FREE in waiting):
+        untried = list(itertools.chain.from_iterable(waiting.values()))
+        progress.total = progress.num_done + sum(len(ranks_to_profile(way.plan)) for way in untried)
         mildest = [ways_of_kind.pop(0) for ways_of_kind in waiting.values()]
-        own = [way for way in mildest if way.plan.world_size == plan.world_size]
-        fitting += _tried(own, simulators, progress, device)
+        same_size = [way for way in mildest if way.plan.world_size == plan.world_size]
+        fitting += _tried(same_size, simulators, progress, device)
         # More devices cost more than all else: where enough changes fit without, no other is among the cheapest.
-        if sum(way.plan.world_size == plan.world_size for way, _, _ in fitting) < WANTED:
-            others = [way for way in mildest if way.plan.world_size != plan.world_size]
-            fitting += _tried(others, simulators, progress, device)
-        done = {way.kind for way, _, _ in fitting}
+        if sum(way.plan.world_size == plan.world_size for way, _, _ in fitting) < MOST_SUGGESTIONS:
+            more_devices = [way for way in mildest if way.plan.world_size != plan.world_size]
+            fitting += _tried(more_devices, simulators, progress, device)
+        fitting_kinds = {way.kind for way, _, _ in fitting}
         for kind in list(waiting):
-            if kind in done or not waiting[kind]:
+            if kind in fitting_kinds or not waiting[kind]:
                 del waiting[kind]
     return cheapest(fitting, plan, flops_of(plan, profiles))
 
@@ -198,7 +199,7 @@ def _ways_out(
 def _tried(
     candidates: Sequence[Change], simulators: Simulators[Profile], progress: WorkProgress, device: Device
 ) -> list[tuple[Change, int, float]]:
-    """Return those that fit, with the bytes that they need and the operations of all their ranks."""
+    """Return the candidates that fit, with the bytes that they need and the operations of all their ranks."""
     requests = []
     for way in candidates:
         plan = asdict(way.plan)
@@ -226,12 +227,12 @@ def _tried(
 
 
 def by_allocator(plan: Plan, profiles: Sequence[Profile], device: Device) -> list[tuple[Change, int, float]]:
-    """Return expandable segments as a change, if the plan fits with them: what it lacks is then only in fragments.
+    """Return expandable segments as a change, if the plan fits with them: it lacks memory only by fragmentation.
 
     Args:
-        plan: that does not fit.
-        profiles: of its ranks; blocks of memory are asked for in the same order, so no step is simulated anew.
-        device: as it is.
+        plan: the plan that does not fit.
+        profiles: the profiles of its ranks; memory is allocated in the same order, so no step is simulated anew.
+        device: the device with its present allocator.
     """
     if device.expandable_segments:
         return []
@@ -250,8 +251,8 @@ def needed_if_it_fits(plan: Plan, profiles: Sequence[Profile], device: Device) -
 
 
 def _changes_nothing(profile: Profile) -> bool:
-    nothing = (NOTHING_TO_RECOMPUTE, NOTHING_TO_OFFLOAD)
-    return any(words in notice for notice in profile.notices for words in nothing)
+    unchanged_notices = (NOTHING_TO_RECOMPUTE, NOTHING_TO_OFFLOAD)
+    return any(words in notice for notice in profile.notices for words in unchanged_notices)
 
 
 def flops_of(plan: Plan, profiles: Sequence[Profile]) -> float:

@@ -2,7 +2,7 @@
 
 They are Horovod's, spelled as torch spells them; the names without underscores are Horovod's and MPI's. Tensors are not
 changed in place: each call returns its result. Every rank must make the same calls in the same order, with equal shapes
-but for first dims. Gradients flow through a call with `grad=True` alone: `comm/api_gradients.py`.
+but for first dims. Gradients flow only through a call with `grad=True`: `comm/api_gradients.py`.
 """
 
 from __future__ import annotations
@@ -12,22 +12,21 @@ import dataclasses
 import hashlib
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from paceline.comm import api_gradients
 from paceline.comm.api_gradients import check_gradient
 from paceline.comm.collectives import AxisComm, check_dtype, check_op, split_rows
-from paceline.comm.dense import fault_of
+from paceline.comm.dtypes import fault_of
 from paceline.comm.ledger import Ledger
 from paceline.comm.process_group import COORDINATOR, RankInfo, close_world, find_rank_info, open_world
 from paceline.nouns import arguments
 from paceline.nouns.errors import UsageError
 from paceline.nouns.parts import shown
-from paceline.rendezvous.rank_variables import PROCESS
+from paceline.rendezvous.launcher_env import PROCESS
 
 
 @dataclass(slots=True)
@@ -35,12 +34,13 @@ class World:
     """All ranks as one axis, named "world" in the ledger.
 
     Attributes:
-        rank_info: this rank's.
-        comm: all ranks.
-        has_servers: the ranks are workers of parameter servers: there is nothing between them.
+        rank_info: the numbers of this rank and of its host.
+        comm: the axis of all ranks.
+        has_servers: whether the ranks are workers of parameter servers: there is nothing between them.
         launcher_info: the place that the environment names, without a computed `cross_rank`.
         process: the id of the process that joined; one that is forked from it has other connections: none.
         has_copies: a loop's ranks of `tensor` see the same samples: sums over all ranks would count these twice.
+        closers: functions to call before the process group is closed.
     """
 
     rank_info: RankInfo
@@ -49,13 +49,14 @@ class World:
     launcher_info: RankInfo | None = None
     process: int = field(default_factory=os.getpid)
     has_copies: bool = False
+    closers: list[Callable[[], None]] = field(default_factory=list)
 
 
 _world: list[World] = []  # empty before init; a list, so that no function needs `global`
 
 
 def init() -> None:
-    """Join the ranks that the launcher started; alone, be a world of one. Calling it again does nothing.
+    """Join the ranks that the launcher started; without a launcher, be a world of one. Calling it again does nothing.
 
     The rank and the number of ranks come from the launcher's variables: those of `paceline run`, torchrun, MPI, Slurm
     and others. `paceline.distribute` calls it. At the end of the process `shutdown` is called.
@@ -154,10 +155,13 @@ def shutdown() -> None:
         False
     """
     if _world:
-        is_inherited = _is_inherited()
+        if _is_inherited():
+            _world.clear()
+            return
+        for close in list(_world[0].closers):
+            close()
         _world.clear()
-        if not is_inherited:
-            close_world()
+        close_world()
 
 
 def is_initialized() -> bool:
@@ -519,7 +523,7 @@ def all_to_all(
     else:
         if isinstance(splits, str) or not isinstance(splits, Iterable):
             splits = [splits]  # the first that is no count
-        counts = [arguments.whole_number("all_to_all", "splits", each) for each in splits]
+        counts = [arguments.whole_number("all_to_all", "splits", count) for count in splits]
         is_valid = len(counts) == size() and sum(counts) == rows and min(counts) >= 0
     if not is_valid:
         raise UsageError(
@@ -577,7 +581,7 @@ def _check_copies(collective: str) -> None:
         )
 
 
-def _checked(collective: str, tensor: Any, grad: Any) -> torch.Tensor:
+def _checked(collective: str, tensor: object, grad: object) -> torch.Tensor:
     """Return a tensor whose values a collective can send, from where this rank computes.
 
     Raises:
@@ -595,7 +599,7 @@ def _checked(collective: str, tensor: Any, grad: Any) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg()  # a view that conjugates has no numbers of its own
 
 
-def _checked_rows(collective: str, tensor: Any, grad: Any) -> torch.Tensor:
+def _checked_rows(collective: str, tensor: object, grad: object) -> torch.Tensor:
     checked = _checked(collective, tensor, grad)
     if checked.dim() == 0:
         raise UsageError(
@@ -617,8 +621,8 @@ _CARRIERS = {
 }
 
 
-# Horovod's and MPI's names of the same functions. Two of them mean a sum in MPI and a mean in Horovod, so that these
-# alone have no default. The documentation shows each of the others with the string below it.
+# Horovod's and MPI's names of the same functions. Two of them mean a sum in MPI and a mean in Horovod, so that only
+# these have no default. The documentation shows each of the others with the string below it.
 def allreduce(tensor: torch.Tensor, op: str | None = None, *, grad: bool = False) -> torch.Tensor:
     """Do what `all_reduce` does, with an `op` that is always written: MPI's adds up, Horovod's averages by default.
 

@@ -100,8 +100,8 @@ def all_to_all(comm: AxisComm, tensor: torch.Tensor, splits: Sequence[int]) -> t
     """Send `splits[i]` rows to rank i; return the rows received, in rank order, and how many from each."""
     if comm.size == 1:
         return _apply(tensor, torch.clone, torch.clone), list(splits)
-    ones = [1] * comm.size
-    counts = comm.all_to_all_sized(torch.tensor(splits, device=tensor.device), ones, ones).tolist()
+    single_rows = [1] * comm.size
+    counts = comm.all_to_all_sized(torch.tensor(splits, device=tensor.device), single_rows, single_rows).tolist()
     rows = _apply(
         tensor,
         lambda values: comm.all_to_all_sized(values, splits, counts),

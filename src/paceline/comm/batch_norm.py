@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
 
 from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import WorkloadError
+from paceline.torch_private.modules import BatchNorm, check_images
+from paceline.torch_private.operations import FakeTensor
 
-_NORM = torch.nn.modules.batchnorm._BatchNorm
+_NORM = BatchNorm
 
 
 @dataclass(slots=True)
@@ -162,7 +163,7 @@ def share_by(model: torch.nn.Module, shared: SharedStatistics) -> None:
 
 
 def statistics_to_share(model: torch.nn.Module, comm: AxisComm) -> SharedStatistics | None:
-    """Return what a model's batch norms would share over `comm`; None where there is nothing to share."""
+    """Return the statistics that a model's batch norms would share over `comm`; None if there is nothing to share."""
     return SharedStatistics(comm) if comm.size > 1 and _norms(model) else None
 
 
@@ -175,7 +176,7 @@ def takes_batch(model: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def without_sync(model: torch.nn.Module) -> None:
-    """Have each SyncBatchNorm of `model` compute as a batch norm, whose statistics are shared by `share_by` alone.
+    """Have each SyncBatchNorm of `model` compute as a batch norm, whose statistics are shared only by `share_by`.
 
     By itself it takes those of all ranks, which may see the same samples or none, and only on a GPU.
 
@@ -199,7 +200,7 @@ def without_sync(model: torch.nn.Module) -> None:
             module.forward = MethodType(_NORM.forward, module)  # type: ignore[assignment, method-assign]
 
 
-def _norms(model: torch.nn.Module) -> list[torch.nn.modules.batchnorm._BatchNorm]:
+def _norms(model: torch.nn.Module) -> list[BatchNorm]:
     return [module for module in model.modules() if isinstance(module, _NORM)]
 
 
@@ -218,7 +219,7 @@ class SharedForward:
         if not takes_batch:
             result: torch.Tensor = type(module).forward(module, images)
             return result
-        module._check_input_dim(images)
+        check_images(module, images)
         momentum = 0.0 if module.momentum is None else module.momentum
         if keeps and module.num_batches_tracked is not None:
             module.num_batches_tracked.add_(1)

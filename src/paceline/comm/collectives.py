@@ -19,7 +19,7 @@ from paceline.nouns.errors import CollectiveError, PeerLostError, UsageError
 from paceline.nouns.mesh import AXES, Mesh
 
 OPS = ("sum", "mean", "min", "max", "product")
-# A mean is a sum that is divided: torch's ReduceOp.AVG is for NCCL alone.
+# A mean is a sum that is divided: torch's ReduceOp.AVG is only for NCCL.
 _REDUCE = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "product": dist.ReduceOp.PRODUCT}
 _SUM = dist.AllreduceOptions()  # the default
 _EXCHANGE_TAG = 1 << 21  # above those of a pipeline's messages
@@ -42,7 +42,7 @@ class Message(NamedTuple):
     tag: int
 
 
-class Done:
+class Completed:
     """A collective that had nothing to do."""
 
     def wait(self) -> None:
@@ -56,7 +56,7 @@ class _Work:
     work: dist.Work
     axis: str
     collective: str = "all_reduce"
-    held: torch.Tensor | None = None  # kept alive while it is sent
+    tensor: torch.Tensor | None = None  # kept alive while it is sent
     message: Message | None = None
 
     def wait(self) -> None:
@@ -123,7 +123,7 @@ class AxisComm:
     def begin_all_reduce(self, tensor: torch.Tensor) -> Pending:
         """Start summing `tensor` in place; it may be touched again after `wait`."""
         if self.size == 1:
-            return Done()
+            return Completed()
         self._enter("all_reduce", tensor)
         sent = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         with named_failure("all_reduce", self.axis):
@@ -138,7 +138,7 @@ class AxisComm:
         stands for.
         """
         if self.size == 1:
-            return Done()
+            return Completed()
         self._enter("all_reduce", rows[self.rank])
         group = self._opened()
         if not self.group_ranks:
@@ -167,6 +167,11 @@ class AxisComm:
             padded[: tensor.shape[0]] = tensor
         parts = self._gather_even(padded)
         return [part[:length] for part, length in zip(parts, lengths, strict=True)]
+
+    def all_gather_text(self, text: str) -> list[str]:
+        """Return every rank's text, in axis order."""
+        rows = self.all_gather(torch.tensor(list(text.encode()), dtype=torch.uint8))
+        return [bytes(row.tolist()).decode() for row in rows]
 
     def all_gather_along(self, tensor: torch.Tensor, lengths: Sequence[int], dim: int) -> list[torch.Tensor]:
         """Return every rank's `tensor` by one call, as all ranks know their sizes along `dim`, the `lengths`."""
@@ -319,8 +324,8 @@ class AxisComm:
 
 def split_rows(rows: int, parts: int) -> list[int]:
     """Split `rows` over `parts`, as evenly as can be; the first parts take the rest (as Horovod splits)."""
-    share, rest = divmod(rows, parts)
-    return [share + 1] * rest + [share] * (parts - rest)
+    share, remainder = divmod(rows, parts)
+    return [share + 1] * remainder + [share] * (parts - remainder)
 
 
 def check_op(op: str, choices: Sequence[str] = OPS) -> None:
@@ -336,11 +341,11 @@ def check_dtype(op: str, dtype: torch.dtype) -> None:
     """Raise UsageError if `op` is none of this dtype: a mean of integers, or what no transport computes."""
     if dtype not in _REDUCED:
         real = "float" if dtype.is_floating_point or op == "mean" else "int64"
-        other = "complex64" if dtype.is_complex else real
+        accepted = "complex64" if dtype.is_complex else real
         raise UsageError(
             "a reduction over ranks needs a dtype that Gloo and NCCL add up",
             f"the dtype is {dtype}",
-            f"convert the tensor first, as with tensor.to(torch.{other})",
+            f"convert the tensor first, as with tensor.to(torch.{accepted})",
         )
     if dtype.is_complex and op not in ("sum", "mean"):
         raise UsageError(
@@ -386,11 +391,30 @@ def open_product(name: str, axes: Sequence[str], comms: dict[str, AxisComm], mes
     return _open(name, split_axes, mesh, rank, comms[split_axes[0]].ledger)
 
 
+def open_subset(world: AxisComm, name: str, ranks: Sequence[int]) -> AxisComm:
+    """Join some ranks of `world` by connections of their own, as an axis; it is -1 on the axis that has none there.
+
+    Every rank of `world` must call this, in the same order.
+    """
+    group = None
+    if world.size > 1:
+        with named_failure("opening the process groups", name):
+            group = dist.new_group(list(ranks))
+    index = ranks.index(world.rank) if world.rank in ranks else -1
+    return AxisComm(name, index, tuple(ranks), group, world.ledger)
+
+
+def close_subset(comm: AxisComm) -> None:
+    """Close the connections that `open_subset` has opened."""
+    if comm.group is not None and comm.rank >= 0 and dist.is_initialized():
+        dist.destroy_process_group(comm.group)
+
+
 def _open(name: str, axes: Sequence[str], mesh: Mesh, rank: int, ledger: Ledger) -> AxisComm:
     peers = mesh.peers_on(rank, axes)
     # All groups of this kind in the world: in a mesh of 2 x 3 the first axis has three, of two ranks each.
-    peers_of_groups = {mesh.peers_on(other, axes) for other in range(mesh.world_size)}
-    group = None  # the whole world, or one rank alone
+    peers_of_groups = {mesh.peers_on(member, axes) for member in range(mesh.world_size)}
+    group = None  # the whole world, or only one rank
     if len(peers_of_groups) > 1 and len(peers) > 1:
         # torch wants every rank to open every group, in the same order, also those that it is not in.
         with named_failure("opening the process groups", name):  # a rank may end while the others connect

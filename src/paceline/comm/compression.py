@@ -111,7 +111,7 @@ class TopKReducer:
         _exact(self.comm, [self.outbox[self.error.numel() :]])
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return what was not sent yet, by entry."""
+        """Return the error that was not sent yet, by entry."""
         return {"error": self.error}
 
 
@@ -174,17 +174,17 @@ class PowerSGDReducer:
             error += matrix  # from here `error` holds what should be sent
         lefts = [error @ basis for error, basis in zip(errors, self.bases, strict=True)]
         # Vectors and bookkeeping go in the same call: one latency instead of two.
-        _exact(self.comm, [*lefts, *self._rest()])
+        _exact(self.comm, [*lefts, *self._uncovered()])
         # (rows, rank). The factors are sums, hence equal on all ranks, and so are their bases.
-        lefts = [torch.linalg.qr(left)[0] for left in lefts]
+        lefts = [torch.linalg.qr(basis)[0] for basis in lefts]
         # (columns, rank)
-        rights = [error.T @ left for error, left in zip(errors, lefts, strict=True)]
+        rights = [error.T @ basis for error, basis in zip(errors, lefts, strict=True)]
         local_rights = [right.clone() for right in rights]  # `_exact` sums in place
         _exact(self.comm, rights)
-        for number, (matrix, error, left) in enumerate(zip(matrices, errors, lefts, strict=True)):
+        for number, (matrix, error, basis) in enumerate(zip(matrices, errors, lefts, strict=True)):
             # Minus this rank's own part of the product: what the low rank could not express stays for the next step.
-            error -= left @ local_rights[number].T
-            torch.matmul(left, rights[number].T, out=matrix)
+            error -= basis @ local_rights[number].T
+            torch.matmul(basis, rights[number].T, out=matrix)
             # Warm start (Vogels et al.): one iteration a step is enough, as it begins with the last step's factor.
             self.bases[number].copy_(rights[number])
 
@@ -192,7 +192,7 @@ class PowerSGDReducer:
         """Return the matrices in a flat tensor, as views."""
         return [flat[offset : offset + shape.numel()].view(shape) for offset, shape in self.places]
 
-    def _rest(self) -> list[torch.Tensor]:
+    def _uncovered(self) -> list[torch.Tensor]:
         """Return the stretches of the outbox that no matrix covers."""
         stretches = []
         end = 0  # of the matrix before

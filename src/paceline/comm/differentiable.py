@@ -19,15 +19,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
 
 from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.shard_spec import block_range, chunk_range, total_of
+from paceline.torch_private.operations import FakeTensor
 
 Pieces = tuple[int, tuple[int, ...]]  # the dimension that is split and its blocks
 
@@ -52,10 +52,10 @@ def piece_ranges(blocks: tuple[int, ...], rank: int, num_ranks: int) -> list[tup
     return ranges
 
 
-def take_piece(whole: torch.Tensor, pieces: Pieces, rank: int, num_ranks: int) -> torch.Tensor:
+def take_piece(full: torch.Tensor, pieces: Pieces, rank: int, num_ranks: int) -> torch.Tensor:
     """Return a rank's piece of a full tensor: a view where it is one contiguous block, else a copy."""
     dim, blocks = pieces
-    views = [whole.narrow(dim, start, stop - start) for start, stop in piece_ranges(blocks, rank, num_ranks)]
+    views = [full.narrow(dim, start, stop - start) for start, stop in piece_ranges(blocks, rank, num_ranks)]
     if len(views) == 1:
         return views[0].contiguous()
     return torch.cat(views, dim)
@@ -126,9 +126,17 @@ class _Exchange(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Exchanges:
-    """The differentiable collectives on one axis."""
+    """The differentiable collectives on one axis.
+
+    Attributes:
+        are_gradients_partial: whether gradients of all values are partial; else only those of which an exchange says
+            so.
+        placement_key: the key in a node's `meta` of its placement on the axis.
+    """
 
     comm: AxisComm
+    are_gradients_partial: ClassVar[bool] = False
+    placement_key: ClassVar[str] = "lies"
 
     def copy_to_group(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor; its gradients are added up over the ranks."""
@@ -140,12 +148,31 @@ class Exchanges:
         """Return the sum over the ranks."""
         return self._exchange(tensor, lambda x: _all_reduce(x, self.comm), lambda g: g, self.copy_to_group)
 
+    def share_of_gradient(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor; of its gradient, which all ranks have, each takes an equal share."""
+        if self.comm.size == 1:
+            return tensor
+
+        def share(gradient: torch.Tensor) -> torch.Tensor:
+            return gradient / self.comm.size
+
+        return self._exchange(tensor, lambda x: x.view_as(x), share, share)
+
+    def sum_with_partial_grad(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the ranks; its gradients are summed too."""
+        return self._exchange(
+            tensor,
+            lambda x: _all_reduce(x, self.comm),
+            lambda g: _all_reduce(g, self.comm),
+            self.sum_with_partial_grad,
+        )
+
     def gather_from_group(self, tensor: torch.Tensor, pieces: Pieces) -> torch.Tensor:
         """Return the full tensor of a split one; every rank computes the same from it."""
         return self._exchange(
             tensor,
             lambda x: _all_gather(x, pieces, self.comm),
-            lambda g: self._local(g, pieces),
+            lambda g: self.slice_with_partial_grad(g, pieces),
             lambda g: self.scatter_to_group(g, pieces),
         )
 
@@ -171,7 +198,7 @@ class Exchanges:
         """Return this rank's piece of a tensor that all ranks have."""
         return self._exchange(
             tensor,
-            lambda x: self._local(x, pieces),
+            lambda x: self.slice_with_partial_grad(x, pieces),
             lambda g: _all_gather(g, pieces, self.comm),
             lambda g: self.gather_from_group(g, pieces),
         )
@@ -180,12 +207,9 @@ class Exchanges:
         """Return this rank's piece of a tensor whose gradients are partial."""
         return take_piece(tensor, pieces, self.comm.rank, self.comm.size)
 
-    def _local(self, tensor: torch.Tensor, pieces: Pieces) -> torch.Tensor:
-        return take_piece(tensor, pieces, self.comm.rank, self.comm.size)
-
     @staticmethod
     def _exchange(
-        tensor: torch.Tensor, forth: Callable[..., Any], back: Callable[..., Any], inverse: Callable[..., Any]
+        tensor: torch.Tensor, forth: Callable[..., Any], back: Callable[..., object], inverse: Callable[..., object]
     ) -> torch.Tensor:
         """Run `forth`; in the backward pass run `back`, or, where that is differentiated too, `inverse`."""
         if tensor.requires_grad and torch.is_grad_enabled():
@@ -217,10 +241,10 @@ class Exchanges:
         """Compute the cross entropy of `scores`, (rows, classes of this rank); the result is the same on every rank.
 
         Args:
-            scores: this rank's classes.
-            labels: (rows,), among all classes.
-            classes: how many there are on all ranks.
-            reduction: torch's number: 0 none, 1 mean, 2 sum.
+            scores: the scores of this rank's classes, (rows, classes of this rank).
+            labels: the labels among all classes, (rows,).
+            classes: the number of classes on all ranks.
+            reduction: torch's number of the reduction: 0 none, 1 mean, 2 sum.
             ignored: the label whose rows do not count.
         """
         losses: torch.Tensor = _SplitCrossEntropy.apply(scores, labels, classes, ignored, self.comm)  # type: ignore[no-untyped-call]

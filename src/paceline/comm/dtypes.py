@@ -1,4 +1,4 @@
-"""Tell dtypes of the same kind apart, and look at complex numbers by both of their parts."""
+"""Dtypes and forms of tensors: wide dtypes, complex numbers as two parts, tensors that can't be sent as they are."""
 
 from __future__ import annotations
 
@@ -40,3 +40,22 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_complex():
         return values[..., 0].sum() + _IMAGINARY_WEIGHT * values[..., 1].sum()
     return values.sum()
+
+
+def fault_of(tensor: torch.Tensor) -> tuple[str, str] | None:
+    """Return the reason that a tensor's values can't be sent or written as they are, and the fix; None where they can.
+
+    Args:
+        tensor: a tensor of any class, layout, dtype and device.
+    """
+    if hasattr(tensor, "full_tensor"):  # torch's class takes long to import, and who has one has imported it
+        return "it is a DTensor, of which this rank has a part", "hand in tensor.full_tensor(), called on every rank"
+    if tensor.is_nested:
+        return "it is nested", "hand in its values and lengths, or torch.nested.to_padded_tensor(tensor, 0.0)"
+    if tensor.layout != torch.strided:
+        return f"its layout is {tensor.layout}", "hand in tensor.to_dense()"
+    if tensor.is_quantized:
+        return f"it is quantized ({tensor.dtype})", "hand in tensor.dequantize()"
+    if tensor.is_meta:
+        return "it is on the device meta, where tensors have no values", "make it on the CPU or a GPU"
+    return None

@@ -1,7 +1,7 @@
 """Make process groups of any size in one process, whose collectives leave tensors as they are.
 
 For trying a step out on fake tensors: what is allocated and what is entered in the ledger is as it would
-be. The one file that imports torch's fake process group, which is not public.
+be.
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from paceline.nouns.patching import patched
+from paceline.torch_private.operations import unset_fake_temporarily
+from paceline.torch_private.process_groups import FakeStore
 
 
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[None]:
-    """Be `rank` of `size`, alone. A mesh can be made where tensors are fake: its own bookkeeping reads values."""
+    """Act as `rank` of `size` in one process.
+
+    A mesh can be made where tensors are fake: its own bookkeeping reads values.
+    """
     if size == 1:
         yield
         return

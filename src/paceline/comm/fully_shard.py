@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,33 +17,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.distributed.tensor.placement_types import Placement
 
 from paceline.comm.collectives import AxisComm, named_failure
-from paceline.nouns.patching import patched
+from paceline.torch_private import fsdp
+from paceline.torch_private.fsdp import AllGather, ReduceScatter
 
 # torch 2.13 renamed them; the old names warn there, the new ones are not in 2.11.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_ATEN = torch.ops.aten
-_READ = _ATEN._local_scalar_dense.default
-_SUMS = (_ATEN.sum.default, _ATEN.sum.dim_IntList)
-_ANY = (_ATEN.any.default, _ATEN.any.dim, _ATEN.any.dims)
-_VIEWS = (
-    _ATEN.select.int,
-    _ATEN.slice.Tensor,
-    _ATEN.split.Tensor,
-    _ATEN.split_with_sizes.default,
-    _ATEN.diagonal.default,
-)
-_MEANS = (
-    _ATEN.mse_loss.default,
-    _ATEN.huber_loss.default,
-    _ATEN.smooth_l1_loss.default,
-    _ATEN.binary_cross_entropy_with_logits.default,
-)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -115,7 +94,7 @@ class CountedReduceScatter(_Counted, ReduceScatter):  # type: ignore[misc]
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
-        op: Any,
+        op: object,
         async_op: bool = False,
     ) -> dist.Work | None:
         """Sum; FSDP2 asks for nothing else once its divisor is 1."""
@@ -142,12 +121,12 @@ def _sum_parts(out: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup
     parts = torch.empty_like(tensor)
     dist.all_to_all_single(parts, tensor, group=group)
     # (ranks, elements): a row from each rank
-    first, second, *others = parts.view(ranks, -1).unbind()
+    first, second, *remaining = parts.view(ranks, -1).unbind()
     if first.dtype != out.dtype:
         first = first.to(out.dtype)  # one wide operand makes torch add in that dtype
     torch.add(first, second, out=out)
-    for other in others:
-        out += other
+    for part in remaining:
+        out += part
 
 
 class Root(nn.Module):
@@ -161,7 +140,7 @@ class Root(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, call: Callable[[], Any]) -> Any:
+    def forward(self, call: Callable[[], object]) -> Any:
         """Call it."""
         return call()
 
@@ -183,7 +162,7 @@ class Groups:
     is_forward: bool = False
     took_gradient: bool = False
 
-    def forward(self, call: Callable[[], Any]) -> Any:
+    def forward(self, call: Callable[[], object]) -> Any:
         """Run `call()` as a forward pass."""
         self.has_run = True
         before = self.is_forward
@@ -195,26 +174,26 @@ class Groups:
 
     def open(self) -> None:
         """Make the model FSDP2's root, whatever part of it is called first."""
-        self.modules[-1]._get_fsdp_state()._lazy_init()
+        fsdp.make_root(self.modules[-1])
 
     def leave_state_dicts_alone(self) -> None:
         """Have `state_dict()` of the model return what its parameters are: FSDP2 would drop whole ones before."""
         self.open()
-        for module in self.modules:
-            for param_group in module._get_fsdp_state()._fsdp_param_groups:
-                for handle in param_group._module_to_pre_save_state_dict_hook_handle.values():
-                    handle.remove()
+        fsdp.keep_gathered_in_state_dicts(self.modules)
 
     def sum_in_backward_from(self, loss: torch.Tensor) -> None:
         """Have the backward pass from `loss` sum gradients, though no output of the model may be on its way."""
         # Of the root: what FSDP2 does before the backward pass of its output, which is the loss in a workload.
-        loss.register_hook(self.modules[-1]._get_fsdp_state()._pre_backward)
+        loss.register_hook(fsdp.before_backward(self.modules[-1]))
 
-    def set_phase(self, reduces: bool, drops: bool, is_last: bool) -> None:
-        """Set what the next backward pass does: reduce gradients, drop full parameters, end the step."""
-        # The first two setters are recursive (torch's default): set at the root, they hold for all groups.
+    def note_gradient(self) -> None:
+        """Note that the forward pass takes a gradient."""
+        self.took_gradient = True
+
+    def set_phase(self, drops: bool, is_last: bool) -> None:
+        """Set what the next backward pass does: drop full parameters, end the step."""
+        # The first setter is recursive (torch's default): set at the root, it holds for all groups.
         root = self.modules[-1]
-        root.set_requires_gradient_sync(reduces)
         root.set_reshard_after_backward(drops)
         root.set_is_last_backward(is_last)
 
@@ -249,10 +228,10 @@ def can_reduce_unused() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Say which modules are FSDP2's groups, which parameters stay replicated, and how long gathered ones stay."""
+    """The modules that are FSDP2's groups, the parameters that stay replicated, and how long gathered ones stay."""
 
     blocks: Sequence[nn.Module]
-    whole: set[nn.Parameter]  # on every rank; not FSDP2's business
+    replicated: set[nn.Parameter]  # on every rank; not FSDP2's business
     drops_after_forward: bool
     offloads: bool
     narrow: torch.dtype | None
@@ -278,7 +257,7 @@ def split(model: nn.Module, comm: AxisComm, device: torch.device, grouping: Grou
             mesh=mesh,
             reshard_after_forward=module is not root and grouping.drops_after_forward,
             offload_policy=offload,
-            ignored_params=grouping.whole,
+            ignored_params=grouping.replicated,
         )
         assert isinstance(module, FSDPModule)
         module.set_custom_all_gather(CountedAllGather(collective_order, number, grouping.narrow))
@@ -291,161 +270,5 @@ def split(model: nn.Module, comm: AxisComm, device: torch.device, grouping: Grou
     modules[-1].set_reduce_scatter_unused_params(True)
     groups = Groups(root, modules, collective_order)
     for group in modules:
-        _keep_through_forward(groups, group)
+        fsdp.limit_backward_hooks(group, lambda: groups.is_forward, groups.note_gradient)
     return groups
-
-
-def _keep_through_forward(groups: Groups, group: FSDPModule) -> None:
-    """Limit FSDP2's backward hooks to gathering while a forward pass takes a gradient (`torch.autograd.grad`)."""
-    state: Any = group._get_fsdp_state()
-    begin = state._pre_backward
-
-    def before_backward(gradient: torch.Tensor) -> torch.Tensor:
-        if not groups.is_forward:
-            return begin(gradient)  # type: ignore[no-any-return]
-        # Without FSDP2's own hook: it would begin a backward pass, whose end reduces gradients and drops parameters
-        # that the outer backward pass still needs.
-        groups.took_gradient = True
-        for param_group in state._fsdp_param_groups:
-            param_group.unshard()
-            # unshard alone may return before the parameters are there.
-            param_group.wait_for_unshard()
-        return gradient
-
-    # FSDP2 looks these up on the instances: the hook when a forward pass registers it, post_backward when it calls it.
-    state._pre_backward = before_backward
-    for param_group in state._fsdp_param_groups:
-        param_group.post_backward = _unless_forward(groups, param_group.post_backward)
-
-
-def _unless_forward(groups: Groups, after_backward: Callable[..., None]) -> Callable[..., None]:
-    def call(*unused: Any) -> None:
-        if not groups.is_forward:
-            after_backward(*unused)
-
-    return call
-
-
-@contextmanager
-def copies_from_host() -> Iterator[None]:
-    """Copy parts in the host's memory before they are gathered, also where there is no GPU to copy them to."""
-    # With a GPU, an offloaded shard is copied to the device before it is gathered. A trial without a GPU makes the same
-    # copy, so that its memory is counted.
-    read = FSDPParam.all_gather_inputs.fget  # type: ignore[attr-defined]
-
-    def copied(parameter: FSDPParam) -> list[torch.Tensor]:
-        return [part.clone() for part in read(parameter)]
-
-    with patched(FSDPParam, all_gather_inputs=property(copied)):
-        yield
-
-
-def is_part(tensor: Any) -> bool:
-    """True if `tensor` is spread over ranks."""
-    return isinstance(tensor, DTensor)
-
-
-def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all of a tensor that is spread over ranks; any other tensor itself. Collective, and not in the ledger."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-_before_reads: dict[DeviceMesh, Callable[[], None]] = {}
-_copies: list[tuple[torch.Tensor, int]] = []  # of parts that looked like views, and their versions
-
-
-def read_whole(tensors: Iterable[torch.Tensor], before_read: Callable[[], None]) -> None:
-    """Have numbers computed from parts, such as a norm that `float` reads, be those of the whole; torch reads the part.
-
-    Args:
-        tensors: that are in parts. It holds for all that are spread over the same ranks.
-        before_read: called before a number is read, as that takes all these ranks.
-    """
-    _copies.clear()
-    for tensor in tensors:
-        if isinstance(tensor, DTensor):
-            _before_reads[tensor.device_mesh] = before_read
-    # torch asks here for what has no rule of its own for DTensors. It has none for reading a number, and three of its
-    # rules are wrong: it adds up norms before they are those of the whole, it takes the mean of the means of parts that
-    # are not equally long, and it counts on how many ranks any value is true.
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    handlers[_READ] = _read_number
-    for operation in (*_SUMS, *_MEANS, *_ANY):
-        handlers[operation] = _of_whole
-    for operation in _VIEWS:
-        handlers[operation] = _view
-    DTensor.__format__ = _format  # type: ignore[method-assign, assignment]
-
-
-def _read_number(operation: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-    """Return the one number of a DTensor."""
-    tensor = arguments[0]
-    before_read = _before_reads.get(tensor.device_mesh)
-    if before_read is None or all(placement.is_replicate() for placement in tensor.placements):
-        return operation(tensor._local_tensor)
-    before_read()
-    with torch.no_grad():
-        return operation(gathered(tensor))
-
-
-def _of_whole(operation: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-    """Return the result of an operation that torch does not compute rightly from parts."""
-    mesh = next(value.device_mesh for value in arguments if isinstance(value, DTensor))
-    whole = [Replicate()] * mesh.ndim
-    if operation in _MEANS or (operation in _SUMS and any(map(_is_part_of_norm, arguments[0].placements))):
-        arguments = tuple(
-            value.redistribute(placements=whole) if isinstance(value, DTensor) else value for value in arguments
-        )
-    result = _by_torch(operation, arguments, options)
-    return result.redistribute(placements=whole) if operation in _ANY else result
-
-
-def _is_part_of_norm(placement: Placement) -> bool:
-    return placement.is_partial() and type(placement) is not Partial
-
-
-def _by_torch(operation: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-    """Return the result of an operation by torch's own rule for DTensors."""
-    handlers = DTensor._op_dispatcher._custom_op_handlers
-    handler = handlers.pop(operation)
-    try:
-        return operation(*arguments, **options)
-    finally:
-        handlers[operation] = handler
-
-
-def _view(operation: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-    """Return views of a DTensor; remember those that are none, as other ranks have a part of what they show."""
-    tensor = arguments[0]
-    result = _by_torch(operation, arguments, options)
-    if tensor.device_mesh in _before_reads:
-        memory = tensor._local_tensor.untyped_storage().data_ptr()
-        for one in result if isinstance(result, (list, tuple)) else [result]:
-            if one._local_tensor.untyped_storage().data_ptr() != memory:
-                _copies.append((one, one._version))
-    return result
-
-
-def take_lost_write() -> bool:
-    """Return whether something was written since the last call into what looked like a view, and was a copy."""
-    is_lost = any(copy._version != version for copy, version in _copies)
-    _copies.clear()
-    return is_lost
-
-
-def _format(tensor: DTensor, spec: str) -> str:
-    """Format one number as a plain tensor's is, which torch leaves out."""
-    return format(tensor.item(), spec) if spec and tensor.dim() == 0 else object.__format__(tensor, spec)
-
-
-def has_parts(types: Sequence[type]) -> bool:
-    """True if one of these types is a DTensor: its operation is dispatched once more, on local parts."""
-    return any(issubclass(kind, DTensor) for kind in types)
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor that is spread over ranks, sharing its memory; any other tensor itself."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    with torch.no_grad():  # else autograd would hand out a copy of the part's identity, not the part
-        return tensor.to_local()  # type: ignore[no-any-return]

@@ -15,6 +15,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from paceline.nouns.errors import UsageError
+from paceline.torch_private.autograd import is_in_backward
+from paceline.torch_private.operations import DisableTorchFunctionSubclass
 
 # These compute nothing from values. Names that begin with one underscore are torch's own, such as `_foreach_add_`.
 _HARMLESS = """
@@ -42,9 +44,9 @@ _not_by_element = frozenset(_NOT_BY_ELEMENT.split())
 
 def _call(function: Any, args: Any, named: Any) -> Any:
     """Call an operation on parts, unless it is refused."""
-    if torch._C._current_graph_task_id() == -1:  # a backward pass has its own way with them
+    if not is_in_backward():  # a backward pass has its own way with them
         _check(function, args, named or {})
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return function(*args, **(named or {}))
 
 
@@ -66,20 +68,20 @@ def _check(function: Any, args: Any, named: dict[str, Any]) -> None:
     if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
         raise _refused(name, "with gradients")
     for part in parts if is_cut else []:
-        for other in tensors:
-            if other.numel() > 1 and not _is_cut_alike(part, other):
-                raise _refused(name, f"together with a tensor of shape {tuple(other.shape)}, which is not cut so")
+        for operand in tensors:
+            if operand.numel() > 1 and not _is_cut_alike(part, operand):
+                raise _refused(name, f"together with a tensor of shape {tuple(operand.shape)}, which is not cut so")
 
 
-def _is_cut_alike(part: torch.Tensor, other: torch.Tensor) -> bool:
-    return isinstance(other, DTensor) == isinstance(part, DTensor) and other.shape == part.shape
+def _is_cut_alike(part: torch.Tensor, operand: torch.Tensor) -> bool:
+    return isinstance(operand, DTensor) == isinstance(part, DTensor) and operand.shape == part.shape
 
 
 class Rows(DTensor):
     """A parameter of which this rank has rows."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> Any:
         """Call an operation that takes such a parameter."""
         return _call(func, args, kwargs)
 
@@ -88,7 +90,7 @@ class Cut(torch.nn.Parameter):
     """A parameter of which this rank has a piece, as a plain tensor."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> Any:
         """Call an operation that takes such a parameter."""
         return _call(func, args, kwargs)
 
@@ -97,16 +99,16 @@ class Uncut(torch.nn.Parameter):
     """A parameter that is whole until its model is called first: what is computed from it would be the whole one's."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> Any:
         """Call an operation that takes such a parameter."""
         return _call(func, args, kwargs)
 
 
-def _refused(name: str, how: str) -> UsageError:
+def _refused(name: str, situation: str) -> UsageError:
     return UsageError(
         "a parameter of which this rank has a part may be computed with element by element, and without gradients, "
         "outside of its model's calls",
-        f"the loop calls {name} on one, {how}",
+        f"the loop calls {name} on one, {situation}",
         "write `with job.gathered():` around it, on every rank: parameters are whole there, may be changed, and losses "
         "may be computed from them",
     )

@@ -2,7 +2,7 @@
 
 `tensor.tolist()` waits until the device has done all that it was given, the backward pass too, and has nothing to do
 while the host gives it the next. Here the numbers are copied on a stream of their own, to memory that the device can
-write to by itself, and the host waits for that copy alone.
+write to by itself, and the host waits only for that copy.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class HostCopy:
     """The copy of one small tensor, made anew in each step.
 
     Args:
-        numel: its length.
-        dtype: its numbers.
-        device: where it is; not the CPU, on which nothing has to be waited for.
+        numel: the number of its elements.
+        dtype: the dtype of its elements.
+        device: the device of the tensor; not the CPU, on which nothing has to be waited for.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -26,9 +27,17 @@ class Ledger:
         self.payload_bytes[collective, axis] += payload_bytes
         self.total_bytes += payload_bytes
 
-    def rows(self) -> list[dict[str, int | str]]:
+    def copy(self) -> Ledger:
+        """Return the counts as they are now."""
+        return Ledger(Counter(self.calls), Counter(self.payload_bytes))
+
+    def rows_since(self, before: Ledger) -> list[dict[str, Any]]:
+        """Return the rows of what was entered since the ledger was as `before`."""
+        return Ledger(self.calls - before.calls, self.payload_bytes - before.payload_bytes).rows()
+
+    def rows(self) -> list[dict[str, Any]]:
         """Return the ledger as rows of collective, axis, calls and bytes, sorted."""
-        rows: list[dict[str, int | str]] = []
+        rows: list[dict[str, Any]] = []
         for (collective, axis), calls in sorted(self.calls.items()):
             payload_bytes = self.payload_bytes[collective, axis]
             rows.append({"collective": collective, "axis": axis, "calls": calls, "bytes": payload_bytes})

@@ -84,7 +84,7 @@ def find_rank_info(environment: Mapping[str, str]) -> RankInfo:
 
 
 def open_world(rank_info: RankInfo) -> None:
-    """Join the ranks' process group: NCCL and Gloo where there are GPUs, Gloo alone on CPUs.
+    """Join the ranks' process group: NCCL and Gloo where there are GPUs, only Gloo on CPUs.
 
     Raises:
         UsageError: the ranks can't meet where they should.
@@ -191,6 +191,17 @@ def _tcp_store(rank_info: RankInfo) -> Any:
             f"no answer within {START_S} s ({str(error).splitlines()[0]})",
             "see whether rank 0 runs, and whether a firewall is between them: `paceline doctor -H ...` looks",
         ) from None
+
+
+def serve_store(host: str, port: int, listener: int) -> object:
+    """Return a store that this process serves for others, which meet at it by init_method="env://".
+
+    Args:
+        host, port: the address at which it listens.
+        listener: the descriptor of the bound socket.
+    """
+    make: Any = dist.TCPStore  # type: ignore[attr-defined]
+    return make(host, port, None, True, wait_for_workers=False, master_listen_fd=listener)
 
 
 def _listener(rank_info: RankInfo) -> int:

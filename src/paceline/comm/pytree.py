@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 
-def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+def map_tensors(value: object, function: Callable[[torch.Tensor], object]) -> Any:
     """Return `value` with `function` applied to every tensor in it."""
     if isinstance(value, torch.Tensor):
         return function(value)
@@ -36,14 +36,14 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     return value
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
+def tensors_in(value: object) -> list[torch.Tensor]:
     """Return every tensor in `value`, in the order in which `map_tensors` visits them."""
     tensors: list[torch.Tensor] = []
     map_tensors(value, tensors.append)
     return tensors
 
 
-def dense_tensors_in(value: Any) -> list[torch.Tensor]:
+def dense_tensors_in(value: object) -> list[torch.Tensor]:
     """Return every tensor in `value`; of a nested one what it is made of: its values, and where its rows begin."""
     tensors: list[torch.Tensor] = []
     for tensor in tensors_in(value):
@@ -58,12 +58,12 @@ def dense_tensors_in(value: Any) -> list[torch.Tensor]:
     return tensors
 
 
-def signature(value: Any) -> Hashable:
+def signature(value: object) -> Hashable:
     """Return a key that is equal for two batches that one graph can serve: same shapes, dtypes and plain values."""
     shapes = tuple((tuple(t.shape), t.dtype, t.device) for t in dense_tensors_in(value))
     return shapes, plain_values(value)
 
 
-def plain_values(value: Any) -> str:
-    """Return what `value` holds besides tensors, and where it holds tensors, as text."""
+def plain_values(value: object) -> str:
+    """Return the plain values in `value`, and the places of its tensors, as text."""
     return repr(map_tensors(value, lambda tensor: "T"))

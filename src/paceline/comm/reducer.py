@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from paceline.comm.collectives import AxisComm, Done, Pending
+from paceline.comm.collectives import AxisComm, Completed, Pending
 from paceline.comm.shared_memory import SharedMemory, Slot, open_slot
 from paceline.comm.step_times import COMMUNICATION, Timed
 
@@ -68,7 +68,7 @@ class GroupReducer(_Exact):
 
     comm: AxisComm
     outbox: torch.Tensor
-    pending: Pending = field(default_factory=Done)
+    pending: Pending = field(default_factory=Completed)
 
     @property
     def inboxes(self) -> list[torch.Tensor]:
@@ -130,7 +130,7 @@ class ExchangeReducer(_Exact):
     comm: AxisComm
     rows: list[torch.Tensor]  # (numel,) each: what the ranks have sent
     outbox: torch.Tensor
-    pending: Pending = field(default_factory=Done)
+    pending: Pending = field(default_factory=Completed)
 
     @property
     def inboxes(self) -> list[torch.Tensor]:
@@ -149,9 +149,9 @@ class ExchangeReducer(_Exact):
     def finish(self, scale: torch.Tensor | None) -> None:
         """Wait for the exchange, and add up in rank order."""
         self.pending.wait()
-        first, second, *others = self.rows
+        first, second, *remaining = self.rows
         torch.add(first, second, out=self.outbox)
-        for row in others:
+        for row in remaining:
             self.outbox += row
         if scale is not None:
             self.outbox *= scale

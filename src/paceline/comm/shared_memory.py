@@ -152,8 +152,8 @@ class Slot:
         """Tell the others that this rank's half is filled."""
         self.shared.tell(_TOKEN.pack(self.number, self.turn))
 
-    def finish(self, out: torch.Tensor, scale: torch.Tensor | None) -> None:
-        """Wait for every rank's half and write their sum, in rank order, to `out`; times `scale` if there is one.
+    def wait(self) -> list[torch.Tensor]:
+        """Wait for every rank's half, and return these, in rank order; they may be read until the next `begin`.
 
         Raises:
             PeerLostError: a rank has gone.
@@ -167,19 +167,29 @@ class Slot:
                     f"index {peer} on the axis {self.shared.comm.axis} is at sum {number} of turn {turn}",
                     "let every rank take the same steps: does the model or the loop depend on the rank?",
                 )
-        # Chunk by chunk, so that a chunk's sum and scaling stay in the cache; all regions at once would be read from
-        # memory.
-        parts = [half.split(_CHUNK) for half in self.halves[self.turn % 2]]
-        for result, first, second, *others in zip(out.split(_CHUNK), *parts, strict=True):
-            # Rank order is the same everywhere: so are the bits of the sum.
-            torch.add(first, second, out=result)
-            for other in others:
-                result += other
-            if scale is not None:
-                result *= scale  # while the chunk is still in the core's cache
+        halves = self.halves[self.turn % 2]
         # The other half is next. A peer may still be reading this one; it has finished once its token of the next turn
         # is here.
         self.turn += 1
+        return halves
+
+    def finish(self, out: torch.Tensor, scale: torch.Tensor | None) -> None:
+        """Wait for every rank's half and write their sum, in rank order, to `out`; times `scale` if there is one.
+
+        Raises:
+            PeerLostError: a rank has gone.
+            CollectiveError: a rank is at another sum.
+        """
+        # Chunk by chunk, so that a chunk's sum and scaling stay in the cache; all regions at once would be read from
+        # memory.
+        parts = [half.split(_CHUNK) for half in self.wait()]
+        for result, first, second, *remaining in zip(out.split(_CHUNK), *parts, strict=True):
+            # Rank order is the same everywhere: so are the bits of the sum.
+            torch.add(first, second, out=result)
+            for part in remaining:
+                result += part
+            if scale is not None:
+                result *= scale  # while the chunk is still in the core's cache
 
 
 def open_slot(shared: SharedMemory, numel: int, dtype: torch.dtype) -> Slot:

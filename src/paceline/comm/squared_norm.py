@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from paceline.torch_private.optim import foreach_norm
+
 _ROW = 4096  # elements whose squares float32 adds up without losing the small ones
 
 
@@ -37,5 +39,5 @@ def square_norm_of(values: Sequence[torch.Tensor]) -> torch.Tensor:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     norms: list[torch.Tensor] = []
     for dtype, alike in by_dtype.items():
-        norms += torch._foreach_norm(alike, 2, dtype=torch.promote_types(dtype, torch.float32))
+        norms += foreach_norm(alike, 2, dtype=torch.promote_types(dtype, torch.float32))
     return torch.stack([norm.double() for norm in norms]).square().sum()

@@ -1,4 +1,4 @@
-"""Measure what a rank's training thread spends its time on, and keep what it did for a timeline.
+"""Measure what a rank's training thread spends its time on, and its memory; keep what it did for a timeline.
 
 Every moment of the thread belongs to one kind of work, so the kinds add up to the time that has passed. A collective
 that is waited for inside of a backward pass is `communication`, not `backward`: it is the time that does not overlap.
@@ -9,6 +9,8 @@ host first waits, mostly in `communication` and `other`.
 
 from __future__ import annotations
 
+import resource
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,18 +28,19 @@ CHECKPOINT = "checkpoint"
 EVALUATION = "evaluation"
 MOST_SPANS = 10_000  # of a step: a loop may send any number of messages in one
 # What is waited for inside of these belongs to them.
-_WHOLE = (CHECKPOINT, EVALUATION)
+_OUTER_KINDS = (CHECKPOINT, EVALUATION)
+_MEMORY_UNIT = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, KiB on Linux
 
 
 class Span(NamedTuple):
     """Something that the thread did.
 
     Attributes:
-        kind: of work.
-        name: of the collective; "" for other work.
-        begin_ns, end_ns: by `time.perf_counter_ns`.
+        kind: the kind of work.
+        name: the name of the collective; "" for other work.
+        begin_ns, end_ns: the times on the clock `time.perf_counter_ns`.
         peer: the rank to which a message goes, or from which it comes; -1 for none.
-        tag: of a message.
+        tag: the tag of a message.
     """
 
     kind: str
@@ -69,7 +72,7 @@ class StepTimes:
     def enter(self, kind: str) -> str | None:
         """Begin work of a kind, and return the kind of what it interrupts; None: it belongs to that."""
         before = self.kind
-        if not self.is_on or before in _WHOLE or threading.get_ident() != self.thread:
+        if not self.is_on or before in _OUTER_KINDS or threading.get_ident() != self.thread:
             return None
         self._go_to(kind)
         return before
@@ -80,7 +83,7 @@ class StepTimes:
 
     def switch(self, kind: str) -> None:
         """Go on with work of another kind, which nothing encloses."""
-        if self.kind not in _WHOLE and threading.get_ident() == self.thread:
+        if self.kind not in _OUTER_KINDS and threading.get_ident() == self.thread:
             self._go_to(kind)
 
     def _go_to(self, kind: str) -> None:
@@ -99,9 +102,9 @@ class StepTimes:
     def take(self) -> dict[str, int]:
         """Return the nanoseconds by kind since the last call, up to now."""
         self._go_to(self.kind)
-        taken = self.by_kind
+        by_kind = self.by_kind
         self.by_kind = {}
-        return taken
+        return by_kind
 
 
 TIMES = StepTimes()  # of this process
@@ -111,8 +114,8 @@ class Timed:
     """A `with` whose inside is work of one kind.
 
     Args:
-        kind: of work.
-        name, peer, tag: as a Span has them.
+        kind: the kind of work.
+        name, peer, tag: the fields of a Span of these names.
     """
 
     __slots__ = ("_before", "_begin_ns", "_kind", "_name", "_peer", "_tag")
@@ -148,3 +151,8 @@ def timed_data(batches: Iterator[_Item]) -> Iterator[_Item]:
         if batch is None:
             return
         yield batch
+
+
+def peak_memory_bytes() -> int:
+    """Return the largest resident set that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MEMORY_UNIT

@@ -1,7 +1,7 @@
-"""Let only those in who have the token, and only under names of this server.
+"""Admit only requests that have the token, and only under names of this server.
 
 A page of another site can make a browser send requests here. So a request needs the token, as a cookie or a header, and
-what changes something also needs to come from one of the dashboard's own pages.
+a request that changes something also needs to come from one of the dashboard's own pages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FORM = re.compile(r"[A-Za-z0-9_.~-]+")
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::[0-9]{1,5})?")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _HEADERS = {
-    # plotly.js writes style elements; scripts come from this server alone.
+    # plotly.js writes style elements; scripts come only from this server.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; connect-src 'self'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -37,7 +37,7 @@ _SOON = "private, max-age=600"  # a newer version of Paceline, or plotly, has th
 
 
 def token_of(environment: Mapping[str, str]) -> str:
-    """Return the token that the environment has, or a new one.
+    """Return the token in the environment, or a new one.
 
     Raises:
         UsageError: the environment's is short, or has characters that an address can't have.
@@ -56,12 +56,12 @@ def token_of(environment: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who may use the server.
+    """The rules by which requests may use the server.
 
     Args:
-        token: that a request must have.
-        port: of the server. Cookies are sent to all ports of a host, so their name has it.
-        hosts: names under which it may be asked for; empty: any name, where it listens beyond loopback.
+        token: the token that a request must have.
+        port: the port of the server. Cookies are sent to all ports of a host, so their name has it.
+        hosts: the names under which it may be asked for; empty: any name, where it listens beyond loopback.
     """
 
     token: str
@@ -74,7 +74,7 @@ class Access:
         return f"paceline_dashboard_{self.port}"
 
     def is_right(self, token: str) -> bool:
-        """Return whether a token is the server's, in a time that does not tell how much of it is."""
+        """Return whether a token is the server's, in a time that does not depend on the number of equal characters."""
         return hmac.compare_digest(token.encode(), self.token.encode())
 
     def refusal(self, request: Request) -> Response | None:
@@ -87,22 +87,22 @@ class Access:
             return PlainTextResponse(f"this server is not {name[:100]!r}: open the address that it printed\n", 421)
         if path.startswith("/static/"):
             return None
-        if (given := request.query_params.get("token")) is not None:
-            return self._entered(request, given)
+        if (token := request.query_params.get("token")) is not None:
+            return self._entered(request, token)
         if not self._has_token(request):
             return LoginNeededResponse()
         if request.method not in ("GET", "HEAD") and not self._is_own_page(request):
             return PlainTextResponse("this request does not come from a page of the dashboard\n", 403)
         return None
 
-    def _entered(self, request: Request, given: str) -> Response:
+    def _entered(self, request: Request, token: str) -> Response:
         """Keep a right token as a cookie, and leave it out of the address, which histories keep."""
-        if not self.is_right(given):
+        if not self.is_right(token):
             return LoginNeededResponse(was_wrong=True)
-        rest = [(name, value) for name, value in request.query_params.multi_items() if name != "token"]
+        other_parameters = [(name, value) for name, value in request.query_params.multi_items() if name != "token"]
         # A path that begins with two slashes would be the name of another host.
         path = "/" + quote(str(request.scope["path"]).lstrip("/"))
-        answer = RedirectResponse(path + (f"?{urlencode(rest)}" if rest else ""), 303)
+        answer = RedirectResponse(path + (f"?{urlencode(other_parameters)}" if other_parameters else ""), 303)
         answer.set_cookie(self.cookie, self.token, httponly=True, samesite="lax", path="/")
         return answer
 
@@ -120,10 +120,10 @@ class Access:
 
 
 class LoginNeededResponse(PlainTextResponse):
-    """Says that a token is needed. The app shows its page in place of this.
+    """The answer that a token is needed. The app shows its page in place of this.
 
     Args:
-        was_wrong: there was one, which is not the server's.
+        was_wrong: True where the request had another token than the server.
     """
 
     def __init__(self, was_wrong: bool = False) -> None:
@@ -132,12 +132,12 @@ class LoginNeededResponse(PlainTextResponse):
 
 
 class Guard:
-    """Ask `Access` before each request, and add to each answer what browsers should refuse.
+    """Ask `Access` before each request, and add to each answer the headers by which browsers refuse other content.
 
     Args:
-        app: that answers.
-        access: who may ask.
-        login_page: makes the page for those without the token.
+        app: the application that answers.
+        access: the rules for requests.
+        login_page: a function that makes the page for users without the token.
     """
 
     def __init__(self, app: ASGIApp, access: Access, login_page: Callable[[bool], Response]) -> None:
@@ -168,6 +168,6 @@ class Guard:
 
 
 def _host_of(header: str) -> str:
-    """Return the name in a Host header, without the port; what has another form is no name, and returned as it is."""
+    """Return the name in a Host header, without the port; a header of another form is returned as it is."""
     found = _HOST.fullmatch(header)
     return header if found is None else (found[1] or found[2]).lower()

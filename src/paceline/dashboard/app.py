@@ -1,4 +1,4 @@
-"""The dashboard's pages, and what its charts read."""
+"""The dashboard's pages, and the data of its charts."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from paceline import __version__
-from paceline.dashboard import run_facts, run_list, spans
+from paceline.dashboard import charts, run_facts, run_list
 from paceline.dashboard.access import Access, Guard
-from paceline.dashboard.event_index import Curve, EventIndex
+from paceline.dashboard.charts import Curve
 from paceline.nouns.table import without_colours
-from paceline.run import shown, summary, times
+from paceline.run import shown
 from paceline.run.causes import causes
 from paceline.run.job_facts import collect
-from paceline.run.output import FILE, last_lines
 from paceline.run.prediction import rates, read_predictions
-from paceline.run.speed import speed_of
-from paceline.run.summary import RUNNING, SILENT, Run
-from paceline.run.supervise.progress import duration
+from paceline.run.rank_output import FILE, last_lines
+from paceline.run.read import times
+from paceline.run.read.event_columns import EventIndex
+from paceline.run.read.runs import Run, difference, read_details, read_plan, read_run, speed_of
 from paceline.run.timeline import make_trace, write_trace
-from paceline.train.memory_file import read_memory
+from paceline.train.memory_file import RankMemory, read_memory
 
 TABS = ("overview", "time", "timeline", "plan", "memory", "events", "output", "why")
-_READ_S = 0.15  # that a page's request reads on in the events
+_READ_S = 0.15  # the time for which a page's request reads on in the events
 _READ_DATA_S = 0.4  # the same for the data of charts, which is asked for again until all is read
 _INDEXES = 16  # runs whose events are kept in memory
-_POINTS = 500  # of a curve
+_POINTS = 500  # the points of a curve
 _MOST_POINTS = 5000
 _COMPARED = 8  # runs: as many colours can be told apart
-_EVENTS = 100  # of a page
-_LINES = 500  # of output
+_EVENTS = 100  # the events of a page
+_LINES = 500  # the lines of output
 _LONGEST_SHOWN = 2000  # characters of an event's fields
-_HISTORY = 100  # events of each kind that the overview tells of
+_HISTORY = 100  # events of each kind that the overview shows
 _ERRORS = "backslashreplace"  # JSON can have half of a character, which is no UTF-8
-_HERE = Path(__file__).parent
+_FOLDER = Path(__file__).parent
 _STATIC = {
     "dashboard.css": "text/css",
     "dashboard.js": "text/javascript",
@@ -64,10 +64,10 @@ _STATIC = {
 
 
 class Dashboard:
-    """The pages.
+    """The pages of the dashboard.
 
     Args:
-        runs: the folder of the runs.
+        runs: the folder that has the run directories.
     """
 
     def __init__(self, runs: Path) -> None:
@@ -75,11 +75,11 @@ class Dashboard:
         self._indexes: OrderedDict[str, EventIndex] = OrderedDict()
         self._lock = threading.Lock()
         self._templates = jinja2.Environment(
-            loader=jinja2.FileSystemLoader(_HERE / "templates"), autoescape=True, undefined=jinja2.StrictUndefined
+            loader=jinja2.FileSystemLoader(_FOLDER / "templates"), autoescape=True, undefined=jinja2.StrictUndefined
         )
         self._templates.filters.update(
-            when=shown.when, steps=shown.steps, number=_number, scores=shown.scores, nbytes=_nbytes,
-            duration=duration, command=_command, ms=_ms, clock=_clock, json=_shown_json, left_out=shown.left_out,
+            when=shown.when, steps=shown.steps, number=shown.number, scores=shown.scores, nbytes=shown.nbytes,
+            duration=shown.duration, command=_command, ms=_ms, clock=_clock, json=_shown_json, left_out=shown.left_out,
             part=lambda text: quote(text, safe="", errors=_ERRORS),
         )  # fmt: skip
         self._templates.globals.update(version=__version__, tabs=TABS, address=address)
@@ -88,7 +88,7 @@ class Dashboard:
         """Return the server's app.
 
         Args:
-            access: who may use it.
+            access: the rules for requests.
         """
         routes = [
             Route("/", self.runs),
@@ -102,7 +102,7 @@ class Dashboard:
             Route("/run/{job}/memory", self.memory),
             Route("/run/{job}/events", self.events),
             Route("/run/{job}/output", self.output),
-            Route("/run/{job}/why", self.why, methods=["GET", "POST"]),
+            Route("/run/{job}/why", self.explain, methods=["GET", "POST"]),
             Route("/run/{job}/trace.json", self.trace),
             Route("/run/{job}/picture", self.picture),
             Route("/run/{job}/data/curves", self.curves),
@@ -117,7 +117,7 @@ class Dashboard:
         every = self.list.runs()
         text, status, sort = query.get("q", ""), query.get("status", ""), query.get("sort", "-started")
         found = run_list.chosen(every, text, status, sort)
-        page = min(_whole(query, "page", 1), max(1, math.ceil(len(found) / run_list.PAGE)))
+        page = min(_whole_number(query, "page", 1), max(1, math.ceil(len(found) / run_list.PAGE)))
         return self._page(
             request, "runs.html",
             runs=found[(page - 1) * run_list.PAGE : page * run_list.PAGE], found=len(found), every=len(every),
@@ -131,9 +131,10 @@ class Dashboard:
     def overview(self, request: Request) -> Response:
         """Show a run: its state, curves, checkpoints, failures and recoveries."""
         run, folder = self._run(request)
-        index = self._index(folder)
-        index.read_on(_READ_S)
-        recorded = [event for kind in run_facts.HISTORY_KINDS for event in index.events(kind, 0, _HISTORY)]
+        index = self._index(folder).read_on(_READ_S)
+        recorded = []
+        for kind in run_facts.HISTORY_KINDS:
+            recorded += index.events(kind, 0, _HISTORY)
         saved = index.events("checkpoint", 0, _HISTORY)
         return self._page(
             request, "overview.html", run=run, tab="overview", speed=speed_of(folder, run), index=index,
@@ -144,40 +145,39 @@ class Dashboard:
         )  # fmt: skip
 
     def time(self, request: Request) -> Response:
-        """Show where each rank's time goes, and the mesh."""
+        """Show each rank's time by kind of work, and the mesh."""
         run, folder = self._run(request)
         splits = times.recent_splits(folder, run.ranks)
         mesh = run_facts.mesh_of(folder)
         kinds = [kind for kind in times.KINDS if any(split.by_kind[kind] > 0 for split in splits)]
-        axes = sorted({axis for split in splits for axis in split.by_axis})
+        axes = sorted(set().union(*(split.by_axis for split in splits)))
         return self._page(
             request, "time.html", run=run, tab="time", splits=splits, kinds=kinds, axes=axes,
-            slow=_sentence(run, splits), bars=run_facts.bars(splits),
+            slow=_sentence(run, splits), bars=charts.bars(splits),
             mesh=None if mesh is None else str(mesh), rows=[] if mesh is None else run_facts.rows(mesh, splits),
             ranks=0 if mesh is None else mesh.world_size, most=run_facts.MOST_CELLS,
             rates=rates(read_predictions(folder, run.plan), splits, read_memory(folder, run.ranks)),
         )  # fmt: skip
 
     def timeline(self, request: Request) -> Response:
-        """Show what the ranks did in a few steps."""
+        """Show the activities of the ranks in a few steps."""
         run, folder = self._run(request)
-        detailed = spans.detailed_steps(folder)
+        detailed = charts.detailed_steps(folder)
         newest = detailed[-1] if detailed else 1
-        first = _whole(request.query_params, "first", newest)
-        last = min(max(_whole(request.query_params, "last", first), first), first + spans.MOST_STEPS - 1)
+        first = _whole_number(request.query_params, "first", newest)
+        last = min(max(_whole_number(request.query_params, "last", first), first), first + charts.MOST_STEPS - 1)
         before = max((step for step in detailed if step < first), default=None)
         after = min((step for step in detailed if step > last), default=None)
         return self._page(
             request, "timeline.html", run=run, tab="timeline", first=first, last=last, before=before, after=after,
-            detailed=detailed, most=spans.MOST_STEPS,
+            detailed=detailed, most=charts.MOST_STEPS,
         )  # fmt: skip
 
     def plan(self, request: Request) -> Response:
-        """Show the plan, and what it has sent."""
+        """Show the plan, and its traffic."""
         run, folder = self._run(request)
         axes, settings = run_facts.plan_rows(folder)
-        index = self._index(folder)
-        index.read_on(_READ_S)
+        index = self._index(folder).read_on(_READ_S)
         ledger = run_facts.ledger(index.events("end", 0, 1))
         predictions = read_predictions(folder, run.plan)
         return self._page(
@@ -186,7 +186,7 @@ class Dashboard:
         )  # fmt: skip
 
     def memory(self, request: Request) -> Response:
-        """Show what each rank's memory holds."""
+        """Show each rank's memory by kind."""
         run, folder = self._run(request)
         rows = read_memory(folder, run.ranks)
         kinds = [kind for kind in run_facts.MEMORY_KINDS if any(row.by_kind.get(kind) for row in rows)]
@@ -194,7 +194,7 @@ class Dashboard:
         drawn = [kind for kind in kinds if kind != "rest" or all(row.device != "cpu" for row in rows)]
         data = {
             "ranks": [row.rank for row in rows],
-            "kinds": [{"name": kind, "mib": [row.by_kind.get(kind, 0) / 2**20 for row in rows]} for kind in drawn],
+            "kinds": [{"name": kind, "mib": _mib_of(kind, rows)} for kind in drawn],
         }
         return self._page(
             request, "memory.html", run=run, tab="memory", rows=rows, kinds=kinds, bars=data,
@@ -204,12 +204,11 @@ class Dashboard:
     def events(self, request: Request) -> Response:
         """List the events of a kind, or all but the steps."""
         run, folder = self._run(request)
-        index = self._index(folder)
-        index.read_on(_READ_S)
+        index = self._index(folder).read_on(_READ_S)
         kind = request.query_params.get("kind") or None
         count = index.count(kind)
         pages = max(1, math.ceil(count / _EVENTS))
-        page = min(_whole(request.query_params, "page", 1), pages)
+        page = min(_whole_number(request.query_params, "page", 1), pages)
         return self._page(
             request, "events.html", run=run, tab="events", kind=kind, kinds=sorted(index.kinds), count=count,
             events=index.events(kind, (page - 1) * _EVENTS, _EVENTS), page=page, pages=pages, index=index,
@@ -226,13 +225,12 @@ class Dashboard:
             request, "output.html", run=run, tab="output", lines=texts, rank=rank, sources=sources, most=_LINES
         )
 
-    def why(self, request: Request) -> Response:
-        """Ask the ranks where they stand, and say why the job stands still or is slow."""
+    def explain(self, request: Request) -> Response:
+        """Ask the ranks where they stand, and show why the job stands still or is slow."""
         run, folder = self._run(request)
         facts = collect(folder) if request.method == "POST" else None
         found = [] if facts is None else causes(facts)
-        is_open = run.status in (RUNNING, SILENT)
-        return self._page(request, "why.html", run=run, tab="why", facts=facts, causes=found, is_open=is_open)
+        return self._page(request, "why.html", run=run, tab="why", facts=facts, causes=found)
 
     def trace(self, request: Request) -> Response:
         """Send the whole timeline as a file for Perfetto."""
@@ -255,57 +253,52 @@ class Dashboard:
         """Send a run's curves, as far as its events have been read."""
         _, folder = self._run(request)
         query = request.query_params
-        index = self._index(folder)
-        index.read_on(_READ_DATA_S if query.get("again") else _READ_S)
+        index = self._index(folder).read_on(_READ_DATA_S if query.get("again") else _READ_S)
         share = index.share  # before the curves are made: another request may read on meanwhile
-        points = min(_whole(query, "points", _POINTS), _MOST_POINTS)
-        found = index.curves(points, _float(query, "first"), _float(query, "last"))
+        points = min(_whole_number(query, "points", _POINTS), _MOST_POINTS)
+        found = charts.curves_of(index, points, _float(query, "first"), _float(query, "last"))
         curves = [{"name": name, **_as_json(curve)} for name, curve in found.items()]
         return _json({"curves": curves, "share": share, "is_complete": share >= 1, "is_cut": index.is_cut}, request)
 
     def spans(self, request: Request) -> Response:
-        """Send what the ranks did in some steps."""
+        """Send the activities of the ranks in some steps."""
         _, folder = self._run(request)
-        first = _whole(request.query_params, "first", 1)
-        last = min(_whole(request.query_params, "last", first), first + spans.MOST_STEPS - 1)
-        return _json(spans.spans(folder, first, last), request)
+        first = _whole_number(request.query_params, "first", 1)
+        last = min(_whole_number(request.query_params, "last", first), first + charts.MOST_STEPS - 1)
+        return _json(charts.spans(folder, first, last), request)
 
     def compare(self, request: Request) -> Response:
         """Put runs side by side."""
         folders = self._compared(request)
-        runs = [summary.read_run(folder) for folder in folders]
-        columns = []
-        for run, folder in zip(runs, folders, strict=True):
-            index = self._index(folder)
-            index.read_on(_READ_S)
-            columns.append(_column(run, index))
-        differing = summary.difference([summary.read_plan(folder) for folder in folders]) if folders else {}
+        runs = [read_run(folder) for folder in folders]
+        details = [read_details(folder, self._index(folder).read_on(_READ_S)) for folder in folders]
+        differing = difference([read_plan(folder) for folder in folders]) if folders else {}
         return self._page(
-            request, "compare.html", runs=runs, columns=columns, differing=differing, most=_COMPARED,
+            request, "compare.html", runs=runs, rows=shown.compared(list(map(shown.facts_of, runs, details))),
+            differing=differing, most=_COMPARED,
             left=len(set(request.query_params.getlist("run"))) - len(runs),
             query=urlencode([("run", run.name) for run in runs]),
         )  # fmt: skip
 
     def compare_data(self, request: Request) -> Response:
         """Send the curves of several runs, by their names."""
-        points = min(_whole(request.query_params, "points", _POINTS), _MOST_POINTS)
+        points = min(_whole_number(request.query_params, "points", _POINTS), _MOST_POINTS)
         found: dict[str, list[dict[str, Any]]] = {}
         shares = []
         for number, folder in enumerate(self._compared(request)):
-            index = self._index(folder)
-            index.read_on(_READ_DATA_S if request.query_params.get("again") else _READ_S)
+            index = self._index(folder).read_on(_READ_DATA_S if request.query_params.get("again") else _READ_S)
             shares.append(index.share)
-            for name, curve in index.curves(points).items():
+            for name, curve in charts.curves_of(index, points).items():
                 found.setdefault(name, []).append({"run": folder.name, "number": number, **_as_json(curve)})
-        charts = [{"name": name, "runs": runs} for name, runs in found.items()]
         share = sum(shares) / len(shares) if shares else 1.0
-        return _json({"charts": charts, "share": share, "is_complete": all(each >= 1 for each in shares)}, request)
+        drawn = [{"name": name, "runs": runs} for name, runs in found.items()]
+        return _json({"charts": drawn, "share": share, "is_complete": min(shares, default=1.0) >= 1}, request)
 
     def login_page(self, was_wrong: bool) -> Response:
         """Return the page for those without the token: its form asks for the list of runs with it.
 
         Args:
-            was_wrong: the request had another token.
+            was_wrong: True where the request had another token.
         """
         return HTMLResponse(self._templates.get_template("login.html").render(was_wrong=was_wrong), 401)
 
@@ -326,7 +319,7 @@ class Dashboard:
         folder = self.list.folder_of(name)
         if folder is None:
             raise HTTPException(404, f"there is no run {name[:200]!r} in {self.list.folder}")
-        return summary.read_run(folder), folder
+        return read_run(folder), folder
 
     def _compared(self, request: Request) -> list[Path]:
         names = list(dict.fromkeys(request.query_params.getlist("run")))
@@ -347,7 +340,7 @@ async def static(request: Request) -> Response:
     name = request.path_params["name"]
     if name not in _STATIC:
         raise HTTPException(404, "there is no such file")
-    path = plotly_file() if name == "plotly.js" else _HERE / "static" / name
+    path = plotly_file() if name == "plotly.js" else _FOLDER / "static" / name
     return FileResponse(path, media_type=_STATIC[name])
 
 
@@ -358,8 +351,8 @@ def plotly_file() -> Path:
 
 def address(path: str, /, **query: Any) -> str:
     """Return a path with a query, without the empty parts."""
-    given = [(name, value) for name, value in query.items() if value not in (None, "")]
-    return f"{path}?{urlencode(given, errors=_ERRORS)}" if given else path
+    parameters = [(name, value) for name, value in query.items() if value not in (None, "")]
+    return f"{path}?{urlencode(parameters, errors=_ERRORS)}" if parameters else path
 
 
 def _json(value: Mapping[str, Any], request: Request) -> Response:
@@ -392,28 +385,9 @@ def _numbers(column: np.ndarray[Any, Any]) -> list[float | None]:
     return [float(f"{value:.7g}") if math.isfinite(value) else None for value in column.tolist()]
 
 
-def _column(run: Run, index: EventIndex) -> list[tuple[str, str]]:
-    """Return what is compared of a run: names and values."""
-    found = index.curves(_POINTS)
-    rows = [
-        ("status", run.status), ("started", shown.when(run.started)), ("steps", shown.steps(run)),
-        ("plan", run.plan or "-"), ("ranks", str(run.ranks or "-")), ("file", _command(run.script)),
-        ("loss, last", shown.number(run.loss)),
-        ("loss, lowest", shown.number(_extreme(found.get("loss"), np.nanmin, "low"))),
-        ("evaluation", shown.scores(run.evaluation)),
-    ]  # fmt: skip
-    pace = index.pace()
-    rows.append(("a step", "-" if pace is None else f"{1000 * pace[0]:.1f} ms"))
-    rows.append(("samples/s", "-" if pace is None or not pace[1] else f"{pace[1]:,.1f}"))
-    memory = _extreme(found.get("memory of rank 0, MiB"), np.nanmax, "high")
-    rows.append(("memory of rank 0", "-" if memory is None else shown.nbytes(int(memory * 2**20))))
-    return rows
-
-
-def _extreme(curve: Curve | None, choose: Any, bound: str) -> float | None:
-    if curve is None or not np.isfinite(getattr(curve, bound)).any():
-        return None
-    return float(choose(getattr(curve, bound)))
+def _mib_of(kind: str, rows: Sequence[RankMemory]) -> list[float]:
+    """Return the memory of a kind on each rank, in MiB."""
+    return [row.by_kind.get(kind, 0) / 2**20 for row in rows]
 
 
 def _sentence(run: Run, splits: list[times.RankSplit]) -> str | None:
@@ -421,7 +395,7 @@ def _sentence(run: Run, splits: list[times.RankSplit]) -> str | None:
     return None if slow is None else times.sentence(slow)
 
 
-def _whole(query: Mapping[str, str], name: str, default: int) -> int:
+def _whole_number(query: Mapping[str, str], name: str, default: int) -> int:
     """Return a whole number from 1 in an address."""
     text = query.get(name, "")
     return max(int(text), 1) if re.fullmatch("[0-9]{1,15}", text) else default
@@ -430,14 +404,6 @@ def _whole(query: Mapping[str, str], name: str, default: int) -> int:
 def _float(query: Mapping[str, str], name: str) -> float | None:
     text = query.get(name, "")
     return float(text) if re.fullmatch(r"[0-9]{1,15}(\.[0-9]{1,9})?", text) else None
-
-
-def _number(value: Any) -> str:
-    return shown.number(value) if isinstance(value, int | float) else "-"
-
-
-def _nbytes(count: Any) -> str:
-    return shown.nbytes(int(count)) if isinstance(count, int | float) and math.isfinite(count) else "-"
 
 
 def _ms(seconds: float) -> str:
@@ -458,7 +424,7 @@ def _shown_json(event: Mapping[str, Any]) -> str:
 
 
 def _as_on_terminal(text: str) -> str:
-    """Return what a terminal shows of a line in the end: a progress bar writes over itself."""
+    """Return the end state of a line on a terminal: a progress bar writes over itself."""
     return without_colours(text.rstrip("\r").rpartition("\r")[2])
 
 

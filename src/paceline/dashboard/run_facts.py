@@ -1,24 +1,23 @@
-"""What a run's pages show, from its files alone."""
+"""Collect the facts that a run's pages show, only from its files."""
 
 from __future__ import annotations
 
 import os
 import shlex
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.manifest import CHECKPOINTS, list_checkpoints, step_name, step_of
 from paceline.nouns.errors import MeshError, PacelineError
 from paceline.nouns.mesh import AXES, Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.reading import COUNT, fault_of
-from paceline.run import summary
 from paceline.run.failures import first_cause, read_failures
 from paceline.run.prediction import Prediction
-from paceline.run.summary import Run, read_plan, result_failure, size_of
-from paceline.run.times import KINDS, RankSplit
+from paceline.run.read.runs import Run, failure_lines, read_plan, result_failure, saved_checkpoints, size_of
+from paceline.run.read.times import RankSplit
 
 MOST_CELLS = 4096  # ranks of the mesh's picture
 _AXIS_MEANING = {
@@ -36,16 +35,10 @@ _AXIS_MEANING = {
     "tensor": ("pieces of layers", "activations, several times per block"),
 }
 MEMORY_KINDS = ("parameters", "buffers", "gradients", "optimizer state", "rest")
-PREDICTED_KINDS = MEMORY_KINDS[:-1]  # that a prediction has too
+PREDICTED_KINDS = MEMORY_KINDS[:-1]  # the kinds that a prediction has too
 _LEDGER = {"collective": str, "axis": str, "calls": COUNT, "bytes": COUNT}
-HISTORY_KINDS = (
-    "start",
-    "resumed",
-    "stopped",
-    "checkpoint_failed",
-    "copy_failed",
-    "end",
-)  # events that `history` tells of
+# The kinds of events in `history`.
+HISTORY_KINDS = ("start", "resumed", "stopped", "checkpoint_failed", "copy_failed", "end")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +46,9 @@ class Cell:
     """A rank in the mesh's picture.
 
     Attributes:
-        rank: which.
-        lag_s: seconds of a step by which its own work takes longer than on the others; None: unknown.
-        level: of its colour, from 0 to 4; None: unknown.
+        rank: the number of the rank.
+        lag_s: the seconds of a step by which its own work takes longer than on the others; None: unknown.
+        level: the level of its colour, from 0 to 4; None: unknown.
     """
 
     rank: int
@@ -65,19 +58,19 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class HistoryEntry:
-    """Something that happened to a job beside its steps.
+    """An event of a job beside its steps.
 
     Attributes:
-        at: seconds since 1970.
-        step: done before; None where none is said.
-        what: in a word.
-        text: in a sentence.
-        is_fault: something went wrong.
+        at: the time in seconds since 1970.
+        step: the step that was done before; None where the event names none.
+        kind: the kind of the event, in a word.
+        text: the description, in a sentence.
+        is_fault: True where something went wrong.
     """
 
     at: float
     step: int | None
-    what: str
+    kind: str
     text: str
     is_fault: bool
 
@@ -94,8 +87,8 @@ def rows(mesh: Mesh, splits: Sequence[RankSplit]) -> list[tuple[str, list[Cell]]
     """Return the ranks of a mesh, at most MOST_CELLS: a row for each place on all axes but the innermost.
 
     Args:
-        mesh: of the run.
-        splits: where the time of its ranks goes.
+        mesh: the mesh of the run.
+        splits: the times of its ranks by kind of work.
     """
     used = mesh.used(AXES)
     lags = lags_of(splits)
@@ -110,13 +103,11 @@ def rows(mesh: Mesh, splits: Sequence[RankSplit]) -> list[tuple[str, list[Cell]]
 
 
 def lags_of(splits: Sequence[RankSplit]) -> dict[int, float]:
-    """Return by how many seconds of a step each rank's own work is longer than the median of all."""
+    """Return the seconds of a step by which each rank's own work is longer than the median of all."""
     if len(splits) < 2:
         return {split.rank: 0.0 for split in splits}
-    own = sorted(split.own_s for split in splits)
-    median = (own[(len(own) - 1) // 2] + own[len(own) // 2]) / 2
-    if len(splits) == 2:
-        median = own[0]  # of two ranks the faster one
+    own_seconds = [split.own_s for split in splits]
+    median = min(own_seconds) if len(splits) == 2 else statistics.median(own_seconds)  # of two ranks the faster one's
     return {split.rank: split.own_s - median for split in splits}
 
 
@@ -127,7 +118,7 @@ def _level(lag_s: float, seconds: float) -> int:
 
 
 def plan_rows(folder: Path) -> tuple[list[tuple[str, str, str, str]], list[tuple[str, str, str]]]:
-    """Return a plan's axes (name, size, what a rank has, what is sent) and settings (name, value, default)."""
+    """Return a plan's axes (name, size, a rank's part, the traffic) and settings (name, value, default)."""
     values = read_plan(folder)
     mesh = mesh_of(folder)
     axes = []
@@ -150,7 +141,7 @@ def history(events: Sequence[Mapping[str, Any]], folder: Path, run: Run) -> list
     found = []
     before = None
     for event in sorted(events, key=lambda event: _float(event.get("at"))):
-        kind, text = str(event["event"]), _said(event)
+        kind, text = str(event["event"]), _describe(event)
         is_fault = kind.endswith("_failed")
         if kind == "start" and before not in (None, "end"):
             text = f"{text}; the process before it wrote no end"  # it failed, was killed, or was replaced
@@ -168,7 +159,7 @@ def history(events: Sequence[Mapping[str, Any]], folder: Path, run: Run) -> list
     return sorted(found, key=lambda entry: entry.at, reverse=True)
 
 
-def _said(event: Mapping[str, Any]) -> str | None:
+def _describe(event: Mapping[str, Any]) -> str | None:
     kind = event["event"]
     if kind == "start":
         ranks = f"{event.get('world_size', '?')} ranks"
@@ -186,34 +177,30 @@ def _said(event: Mapping[str, Any]) -> str | None:
 
 
 def checkpoints(folder: Path, events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the run's checkpoints that there are, the newest first: step, bytes, seconds that writing took."""
+    """Return the run's present checkpoints, the newest first: step, bytes, seconds of writing."""
     seconds = {event.get("step"): event.get("seconds") for event in events if event["event"] == "checkpoint"}
-    found = []
-    for path in list_checkpoints(folder / CHECKPOINTS):
-        step = step_of(path.name)
-        if step is not None:
-            found.append({"step": step, "bytes": size_of(path), "seconds": seconds.get(step)})
-    return sorted(found, key=lambda each: each["step"], reverse=True)
+    saved = saved_checkpoints(folder)
+    return [{"step": step, "bytes": size_of(path), "seconds": seconds.get(step)} for step, path in saved.items()]
 
 
 def failures(folder: Path) -> list[Mapping[str, Any]]:
-    """Return how ranks have failed since the last start, the first cause of the others first."""
+    """Return the failures of ranks since the last start, the one that caused the others first."""
     found = list(read_failures(folder).values())
     if not found:
         return []
     cause = first_cause(found)
-    return [cause, *(each for each in found if each is not cause)]
+    return [cause, *(failure for failure in found if failure is not cause)]
 
 
 @dataclass(frozen=True, slots=True)
 class EndOfRun:
-    """How a run ended that others can go on with, and how to do so.
+    """The end of a run from which a job can go on, and the command for that.
 
     Attributes:
-        lines: what ended it, and the fix if it has one; empty where it was asked to stop.
-        step: of the newest checkpoint; None: it has none.
-        command: that goes on from there, under the same plan.
-        has_file: the file that was started is on this host. A notebook's cell is not.
+        lines: the failure that ended it, and the fix if it has one; empty where it was asked to stop.
+        step: the step of the newest checkpoint; None: it has none.
+        command: the command that goes on from there, under the same plan.
+        has_file: True where the file that was started is on this host. A notebook's cell is not.
     """
 
     lines: Sequence[str]
@@ -223,23 +210,22 @@ class EndOfRun:
 
 
 def end_of(run: Run) -> EndOfRun | None:
-    """Return how a run ended that failed or was stopped; None: it did not."""
+    """Return the end of a run that failed or was stopped; None: it did not."""
     if run.status not in ("failed", "stopped"):
         return None
     lines: list[str] = []
     if run.status == "failed":
-        lines = summary.failure_lines(run.folder) or ["The ranks had to be killed: they did not end by themselves."]
+        lines = failure_lines(run.folder) or ["The ranks had to be killed: they did not end by themselves."]
     folder = run.folder.absolute()
     plan = ["--plan", str(folder / "plan.json")] if run.plan else []
     script = run.script if any(run.script[:1]) else ("FILE",)
     words = [*plan, "--runs", str(folder.parent), "--job", run.name, "--resume", *script]
-    newest = list_checkpoints(folder / CHECKPOINTS)[:1]
-    step = step_of(step_name(newest[0])) if newest else None
+    step = next(iter(saved_checkpoints(folder)), None)
     return EndOfRun(lines, step, shlex.join(["paceline", "run", *words]), os.path.isfile(script[0]))
 
 
 def ledger(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return what rank 0 gave to collectives, as the newest event `end` has it."""
+    """Return the traffic that rank 0 gave to collectives, as the newest event `end` has it."""
     for event in events:
         if event["event"] == "end" and "ledger" in event:
             return [row for row in event["ledger"] if fault_of(row, _LEDGER) is None]
@@ -247,23 +233,14 @@ def ledger(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def layout(predictions: Sequence[Prediction]) -> Sequence[Mapping[str, Any]]:
-    """Return how each weight is split under `tensor` and why, as the first prediction that knows says."""
-    return next((each.layout for each in predictions if each.layout), ())
+    """Return the split of each weight under `tensor`, with the reason, by the first prediction that has it."""
+    return next((prediction.layout for prediction in predictions if prediction.layout), ())
 
 
 def predicted_traffic(predictions: Sequence[Prediction]) -> dict[tuple[str, str], Mapping[str, Any]]:
-    """Return what rank 0 is predicted to send in a step, by collective and axis."""
-    rows = next((each.traffic for each in predictions if each.rank == 0), ())
+    """Return the predicted traffic of rank 0 in a step, by collective and axis."""
+    rows = next((prediction.traffic for prediction in predictions if prediction.rank == 0), ())
     return {(row["collective"], row["axis"]): row for row in rows}
-
-
-def bars(splits: Sequence[RankSplit]) -> dict[str, Any]:
-    """Return milliseconds of a step by kind of work and rank, for stacked bars."""
-    kinds = [kind for kind in KINDS if any(split.by_kind[kind] > 0 for split in splits)]
-    return {
-        "ranks": [split.rank for split in splits],
-        "kinds": [{"name": kind, "ms": [round(1000 * split.by_kind[kind], 4) for split in splits]} for kind in kinds],
-    }
 
 
 def _float(value: Any) -> float:

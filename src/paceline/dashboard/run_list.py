@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.run.summary import RUNNING, SILENT, Run, read_run
+from paceline.run.read.runs import Run, read_run
 
 PAGE = 100  # runs of a page
 SORTS = {  # by the names in addresses
@@ -28,7 +28,7 @@ class RunList:
     """The runs of a folder.
 
     Args:
-        folder: that has their run directories. It may come later, or go.
+        folder: the folder that has their run directories. It may come later, or go.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -50,7 +50,7 @@ class RunList:
         state = tuple(_state(folder / name) for name in _FILES)
         before = self._known.get(folder.name)
         # Of a run without a result the status depends on the time too.
-        if before is not None and before[0] == state and before[1].status not in (RUNNING, SILENT):
+        if before is not None and before[0] == state and not before[1].is_open:
             return before
         return state, read_run(folder)
 
@@ -66,13 +66,13 @@ class RunList:
 
 
 def chosen(runs: Sequence[Run], text: str, status: str, sort: str) -> list[Run]:
-    """Return the runs that are wanted, in the order that is wanted.
+    """Return the runs that a page asks for, in its order.
 
     Args:
-        runs: all.
-        text: words that all are in a run's name, plan or file.
-        status: that it has; "": any.
-        sort: one of SORTS; with a "-" before it the largest first.
+        runs: all runs of the folder.
+        text: the words that must all be in a run's name, plan or file.
+        status: the status that it must have; "": any.
+        sort: the name of an order in SORTS; with a "-" before it the largest first.
     """
     words = text.casefold().split()
     found = []

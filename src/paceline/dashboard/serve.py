@@ -20,18 +20,18 @@ from paceline.dashboard.app import Dashboard
 from paceline.nouns.errors import UsageError
 
 PORT = 8265
-_TRIED = 20  # ports, where none is asked for
+_TRIED = 20  # the number of ports to try, where none is asked for
 
 
 def serve(runs: Path, host: str, port: int | None, report: Callable[[str], None], job: str | None = None) -> None:
     """Serve the dashboard of a folder of runs, until Ctrl-C or SIGTERM.
 
     Args:
-        runs: the folder.
+        runs: the folder that has the run directories.
         host: an address or a name of this machine to listen on.
-        port: to listen on; None: PORT, or the next that is free; 0: any.
-        report: is told the address, with the token in it.
-        job: a run that the address leads to; None: to the list.
+        port: the port to listen on; None: PORT, or the next that is free; 0: any.
+        report: a function that is called with the address, which has the token in it.
+        job: the run to which the address leads; None: to the list.
 
     Raises:
         UsageError: the address or port can't be listened on, or the token of the environment is no token.

@@ -1,6 +1,6 @@
 """Make a model without memory for its tensors: what its factory would put into each is noted, and done later.
 
-`defer` runs the person's factory with every tensor on the meta device, and notes each operation on the way.
+`defer` runs the user's factory with every tensor on the meta device, and notes each operation on the way.
 `Deferred.tensors` does them again on real memory, in the same order and with the same random numbers, so what
 comes out is bit for bit what the factory would have made; only what somebody wants is computed and held.
 
@@ -116,7 +116,7 @@ class Deferred:
         self._attributes = []
 
 
-def _by_storage(views: Iterable[tuple[Any, View]]) -> dict[int, list[tuple[Any, View]]]:
+def _by_storage(views: Iterable[tuple[object, View]]) -> dict[int, list[tuple[Any, View]]]:
     """Return tensors' names, or stand-ins, with their views, by storage."""
     groups: dict[int, list[tuple[Any, View]]] = {}
     for key, view in views:
@@ -125,7 +125,7 @@ def _by_storage(views: Iterable[tuple[Any, View]]) -> dict[int, list[tuple[Any, 
 
 
 def _members(groups: Mapping[int, list[tuple[Any, View]]], storages: Iterable[int]) -> Iterator[tuple[Any, View]]:
-    """Yield what is in some storages."""
+    """Yield the members of some storages, with their views."""
     for storage in storages:
         yield from groups.get(storage, ())
 
@@ -141,7 +141,7 @@ def defer(factory: Callable[[], nn.Module]) -> Deferred:
             are as they were: call it for real, and it works or says itself what is wrong.
     """
     recorder = Recorder()
-    # Kept for a failure alone: on success what the factory drew from Python and NumPy counts as drawn.
+    # Kept only for a failure: on success what the factory drew from Python and NumPy counts as drawn.
     python_state = random.getstate()
     numpy_state = numpy.random.get_state()
     try:
@@ -195,7 +195,7 @@ def replace_tensors(model: nn.Module, replacements: Mapping[int, torch.Tensor]) 
     _walk(model, lambda tensor: replacements.get(id(tensor), tensor), set())
 
 
-def _walk(value: Any, change: Callable[[torch.Tensor], torch.Tensor], visited: set[int]) -> Any:
+def _walk(value: object, change: Callable[[torch.Tensor], torch.Tensor], visited: set[int]) -> Any:
     """Change the tensors in a module, its attributes, and the containers and objects there; return the new value."""
     if isinstance(value, torch.Tensor):
         return change(value)
@@ -218,7 +218,7 @@ def _walk(value: Any, change: Callable[[torch.Tensor], torch.Tensor], visited: s
     return value
 
 
-def _walk_tuple(value: tuple[Any, ...], change: Callable[[torch.Tensor], torch.Tensor], visited: set[int]) -> Any:
+def _walk_tuple(value: tuple[object, ...], change: Callable[[torch.Tensor], torch.Tensor], visited: set[int]) -> Any:
     """Return a tuple with its tensors changed; the same one where none is."""
     items = [_walk(item, change, visited) for item in value]
     if all(new is old for new, old in zip(items, value, strict=True)):
@@ -228,7 +228,7 @@ def _walk_tuple(value: tuple[Any, ...], change: Callable[[torch.Tensor], torch.T
     return type(value)(items)
 
 
-def _entries(value: Any) -> dict[Any, Any]:
+def _entries(value: object) -> dict[Any, Any]:
     return value if isinstance(value, dict) else getattr(value, "__dict__", {})
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.deferred_init.replay import CPU, Draw, Op, ReplayedMemory, Storage, View, changed, find_all, plan
 from paceline.nouns.patching import patched
+from paceline.torch_private.operations import TorchDispatchMode, schema_of
 
 META = torch.device("meta")
 # Each noted draw leaves its generator at a seed of its own, "Pace" and a number: a state that the factory
@@ -62,7 +62,7 @@ class RecordedDraws:
         return draw
 
     def find(self, generator: torch.Generator) -> torch.Tensor | Draw | None:
-        """Return where the generator is now, as `Draw.start`."""
+        """Return the generator's position, as `Draw.start`."""
         # A generator keeps the seed that it was given last, however much is drawn from it.
         draw = self.by_seed.get(generator.initial_seed())
         if draw is None:
@@ -100,7 +100,7 @@ class Recorder:
         return self.failure
 
     def view(self, tensor: torch.Tensor, is_new: bool = False) -> View:
-        """Return where the tensor's values are.
+        """Return the view of the tensor's values.
 
         Raises:
             CantDefer: in no place known here; `is_new` says that there are none yet.
@@ -131,7 +131,7 @@ class Recorder:
         self.storages[self.view(stand_in, is_new=True).storage].source = copy.untyped_storage()
         return stand_in
 
-    def values(self, tensors: Iterable[torch.Tensor], what: str) -> list[torch.Tensor]:
+    def values(self, tensors: Iterable[torch.Tensor], operation: str) -> list[torch.Tensor]:
         """Compute what is in the tensors at this point of the factory.
 
         Raises:
@@ -140,7 +140,7 @@ class Recorder:
         views = [self.view(tensor) for tensor in tensors]
         steps, _ = plan(self.ops, {view.storage for view in views}, with_draws=False)
         if any(step.op.draw for step in steps):
-            raise self.fail(f"it looks at random numbers that are not drawn yet ({what})")
+            raise self.fail(f"it looks at random numbers that are not drawn yet ({operation})")
         memory = ReplayedMemory(self.storages)
         for step in steps:
             memory.do(step.op)
@@ -192,7 +192,7 @@ class Recorder:
         return changed(call(*args, **_on_cpu(kwargs)), torch.Tensor, self.lift)
 
     def _new_view(self, tensor: torch.Tensor) -> View | None:
-        """Return where a result's values are, or None where an operation before made its storage."""
+        """Return the view of a result's values, or None where an operation before made its storage."""
         if id(tensor.untyped_storage()) in self.numbers:
             return None
         return self.view(tensor, is_new=True)
@@ -272,7 +272,7 @@ class Recorder:
 
     def _move_to_meta(self, call: Any, kwargs: dict[str, Any], is_creation: bool) -> None:
         """Have an operation that takes a device make its tensor on the meta device."""
-        if all(argument.name != "device" for argument in call._schema.arguments):
+        if all(argument.name != "device" for argument in schema_of(call).arguments):
             return
         device = kwargs.get("device")
         if device is not None and torch.device(device) not in (CPU, META):
@@ -288,7 +288,7 @@ class Python(TorchFunctionMode):
         super().__init__()
         self.recorder = recorder
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         """Do one call of the factory's, or of a module's that it makes."""
         kwargs = kwargs or {}
         if self.recorder.is_inside:
@@ -324,7 +324,7 @@ class Python(TorchFunctionMode):
             raise self.recorder.fail(f"it moves a tensor to {device}")
         return META
 
-    def inside(self, work: Callable[[], Any]) -> Any:
+    def inside(self, work: Callable[[], object]) -> object:
         """Call torch without its being noted."""
         self.recorder.is_inside = True
         try:
@@ -340,7 +340,7 @@ class Aten(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         """Do one operation, and note it."""
         if self.recorder.is_inside:
             return func(*args, **(kwargs or {}))
@@ -363,7 +363,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
     python = Python(recorder)
     plain = getattr(torch.nn.init, AS_ONE, None)  # a private name, which another torch may not have
 
-    def noted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def noted(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
         if python.inside(lambda: not isinstance(tensor, torch.Tensor) or not tensor.is_meta):
             return plain(tensor, *args, **kwargs)  # type: ignore[misc]
         return python.inside(lambda: recorder.note_as_one(plain, tensor, args, kwargs))
@@ -375,7 +375,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
 def _is_alias(call: Any) -> bool:
     """True if an operation writes into an argument, or returns a view of one."""
-    schema = call._schema
+    schema = schema_of(call)
     return schema.is_mutable or any(value.alias_info for value in schema.returns)
 
 
@@ -391,7 +391,7 @@ def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _written(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     """Yield the tensors that an operation writes into."""
-    for index, argument in enumerate(call._schema.arguments):
+    for index, argument in enumerate(schema_of(call).arguments):
         if argument.alias_info and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             yield from find_all(value)

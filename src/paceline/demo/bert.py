@@ -1,8 +1,7 @@
 """Define BERT for masked language modelling (Devlin et al. 2019), as a plain torch module.
 
-Parameter names and numerics are those of transformers' BertForMaskedLM, so what is trained here loads
-there; a test holds the two against each other. The head runs on masked positions alone, as Google's
-original does.
+Parameter names and numerics are those of transformers' BertForMaskedLM, so weights that are trained here
+load there; a test compares the two. The head runs only on masked positions, as Google's original does.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Embeddings(nn.Module):
         """Embed one segment: (batch, length) to (batch, length, hidden)."""
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         embedded = self.word_embeddings(input_ids) + self.position_embeddings(positions)
-        # One segment alone: every token has the first type, as transformers does without token_type_ids.
+        # Only one segment: every token has the first type, as transformers does without token_type_ids.
         return self.LayerNorm(embedded + self.token_type_embeddings.weight[0])  # type: ignore[no-any-return]
 
 
@@ -58,7 +57,7 @@ class SelfAttention(nn.Module):
         self.value = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(batch, length, hidden) to the same shape."""
+        """Map (batch, length, hidden) to the same shape."""
         batch, length, _ = hidden.shape
         # Each (batch, heads, length, hidden / heads).
         query = self.query(hidden).view(batch, length, self.heads, -1).transpose(1, 2)
@@ -77,7 +76,7 @@ class Output(nn.Module):
         self.LayerNorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
 
     def forward(self, hidden: Tensor, residual: Tensor) -> Tensor:
-        """(batch, length, width) and (batch, length, hidden) to the latter's shape."""
+        """Map (batch, length, width) and (batch, length, hidden) to the latter's shape."""
         return self.LayerNorm(self.dense(hidden) + residual)  # type: ignore[no-any-return]
 
 
@@ -91,7 +90,7 @@ class Layer(nn.Module):
         self.output = Output(config, config.intermediate_size)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(batch, length, hidden) to the same shape."""
+        """Map (batch, length, hidden) to the same shape."""
         attended = self.attention["output"](self.attention["self"](hidden), hidden)
         return self.output(F.gelu(self.intermediate["dense"](attended)), attended)  # type: ignore[no-any-return]
 
@@ -105,7 +104,7 @@ class Transform(nn.Module):
         self.LayerNorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(positions, hidden) to the same shape."""
+        """Map (positions, hidden) to the same shape."""
         return self.LayerNorm(F.gelu(self.dense(hidden)))  # type: ignore[no-any-return]
 
 
@@ -120,7 +119,7 @@ class Predictions(nn.Module):
         self.bias = self.decoder.bias  # transformers has it under both names
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(positions, hidden) to (positions, vocabulary)."""
+        """Map (positions, hidden) to (positions, vocabulary)."""
         return self.decoder(self.transform(hidden))  # type: ignore[no-any-return]
 
 
@@ -140,12 +139,12 @@ class Bert(nn.Module):
         """Return scores over the vocabulary.
 
         Args:
-            input_ids: (batch, length) token numbers.
-            chosen: positions that scores are made for: (batch, k) numbers of positions, or (batch, length) bool; all
-                where None. With numbers no shape depends on values, as tensor and pipeline need.
+            input_ids: the token numbers, of shape (batch, length).
+            chosen: the positions that scores are made for: (batch, k) numbers of positions, or (batch, length) bool;
+                all where None. With numbers no shape depends on values, as tensor and pipeline need.
 
         Returns:
-            (positions, vocabulary), sequence by sequence.
+            The scores, of shape (positions, vocabulary), sequence by sequence.
         """
         hidden = self.bert["embeddings"](input_ids)
         for layer in self.bert["encoder"]["layer"]:  # type: ignore[index]

@@ -18,11 +18,11 @@ from paceline.nouns.plan import Plan
 from paceline.run import directory
 from paceline.run.directory import RunChoice
 from paceline.run.failures import format_failure
-from paceline.run.supervise.job import run_job
 from paceline.run.supervise.progress import Screen
+from paceline.run.supervise.supervised_job import run_job
 from paceline.run.supervise.supervisor import JobRequest
 
-WORKLOAD = Path(__file__).with_name("workload.py")
+WORKLOAD = Path(__file__).with_name("demo_workload.py")
 # Imported once, before the ranks are forked.
 PRELOAD = ("numpy", "torch.utils.data", module_names.DEMO_WORKLOAD)
 _SPEED_STEPS = 64
@@ -51,9 +51,9 @@ def run_demo(request: DemoRequest, say: Callable[[str], None], screen: Screen) -
     """Run the demo.
 
     Args:
-        request: its sizes.
-        say: prints a line.
-        screen: shows the jobs' progress.
+        request: the sizes of the demo, and the folder of its runs.
+        say: a function that prints a line.
+        screen: the screen that shows the jobs' progress.
 
     Returns:
         Everything in the table, and the paths of the results.
@@ -64,7 +64,7 @@ def run_demo(request: DemoRequest, say: Callable[[str], None], screen: Screen) -
     """
     began_s = time.monotonic()
     cores = max(1, (os.cpu_count() or 1) // request.ranks)
-    os.environ.setdefault("OMP_NUM_THREADS", str(cores))  # the single process gets what each of the others will get
+    os.environ.setdefault("OMP_NUM_THREADS", str(cores))  # for the single process, too
     with directory.new_run(RunChoice(runs=request.runs), Path("demo"), say) as owned:
         return _train_and_show(request, owned.folder, say, screen, began_s)
 
@@ -82,7 +82,7 @@ def _train_and_show(
     write_lines(lines, folder / "lines.json")
     threads = os.environ["OMP_NUM_THREADS"]
     say(f"2/3  {_SPEED_STEPS} steps with one process, for its speed ({threads} thread per process, here and below)")
-    alone = _job(request, folder / "one-process", 1, ["--steps", str(_SPEED_STEPS)], screen, corpus)
+    one_process_rate = _job(request, folder / "one-process", 1, ["--steps", str(_SPEED_STEPS)], screen, corpus)
     say(
         f"3/3  {request.steps} steps of {request.batch_size} sequences with {request.ranks} processes; "
         "held-out text is looked at now and then"
@@ -90,8 +90,8 @@ def _train_and_show(
     every = -(-request.steps // 6)  # rounded up: six evaluations at most, besides the first
     arguments = ["--steps", str(request.steps), "--evaluate-every", str(every), "--save", str(folder / "model")]
     arguments += ["--lines", str(folder / "lines.json")]
-    trained = _job(request, folder, request.ranks, arguments, screen, corpus)
-    speeds = {1: alone, request.ranks: trained}  # with one rank, the speed of the longer job
+    trained_rate = _job(request, folder, request.ranks, arguments, screen, corpus)
+    speeds = {1: one_process_rate, request.ranks: trained_rate}  # with one rank, the speed of the longer job
     facts = _close(folder, speeds, corpus, began_s, say, screen.out.encoding)
     facts["lines"] = _fill_in(folder, lines, corpus, say, screen.out.encoding)
     facts["next"] = report.next_commands(corpus.folder, WORKLOAD)
@@ -102,7 +102,7 @@ def _train_and_show(
 def _fill_in(
     folder: Path, lines: Sequence[Line], corpus: Corpus, say: Callable[[str], None], encoding: str | None
 ) -> list[dict[str, str]]:
-    """Print the lines with what was filled in before and after training, and return that."""
+    """Print the lines with the tokens filled in before and after training, and return them."""
     if not lines:
         return []
     tokenizer = open_tokenizer(Path(corpus.folder))
@@ -129,7 +129,7 @@ def _close(
     say: Callable[[str], None],
     encoding: str | None,
 ) -> dict[str, Any]:
-    """Draw the curve, print the table, and return what is in it."""
+    """Draw the curve, print the table, and return its values."""
     steps = report.read_events(folder, "step")
     evaluations = report.read_events(folder, "evaluation")
     has_picture = report.draw_curve(steps, evaluations, folder / "loss.png")
@@ -182,13 +182,13 @@ def _job(
     if ending.status != "done":
         text = f"the demo was stopped; {folder}"
         if ending.cause:
-            text = format_failure(ending.cause, ending.others)
+            text = format_failure(ending.cause, ending.peer_count)
         raise DemoFailed(ending.exit_code or 1, text)
     return _speed_of_steps(folder)
 
 
 def _speed_of_steps(folder: Path) -> float:
-    """Return samples per second of the steps alone: evaluations and, of enough steps, the first are left out."""
+    """Return samples per second of only the steps: evaluations and, of enough steps, the first are left out."""
     steps = report.read_events(folder, "step")
     steps = steps[_WARM_UP:] or steps
     samples = sum(step["samples"] for step in steps)

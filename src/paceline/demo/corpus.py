@@ -27,8 +27,8 @@ PAD, _, CLS, SEP, MASK = range(len(SPECIAL))
 # a model that sees a token has not filled it in. More in training: a step then teaches more for nearly the same time.
 MASKED, MASKED_HELD_OUT = 0.20, 0.15
 _SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
-_TOKENIZER_CHARACTERS = 2_500_000  # of text that the tokenizer sees
-_LIMIT_CHARACTERS = 6_000_000  # of text in all: enough for far more steps than the demo takes
+_TOKENIZER_CHARACTERS = 2_500_000  # the characters of text that the tokenizer sees
+_LIMIT_CHARACTERS = 6_000_000  # the characters of text in all: enough for far more steps than the demo takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Corpus:
 
 
 def read_corpus(folder: Path) -> Corpus:
-    """Return the summary of what an earlier call prepared in `folder`.
+    """Return the summary of the text that an earlier call prepared in `folder`.
 
     Raises:
         DataError: it can't be read.
@@ -80,7 +80,7 @@ def _read_summary(folder: Path, form: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sizes(folder: Path) -> tuple[int, int]:
-    """Return the vocabulary and the length that the text in `folder` was prepared with; 0 where it doesn't say."""
+    """Return the vocabulary and the length with which the text in `folder` was prepared; 0 where it doesn't say."""
     summary = _read_summary(folder, {"vocabulary?": COUNT, "length?": COUNT})
     return summary.get("vocabulary", 0), summary.get("length", 0)
 

@@ -36,7 +36,7 @@ class Line:
         hidden: the token's text, in the file's own letters.
         right: the line's text after the token.
         ids: the sequence that the model reads, with [MASK] for the token.
-        place: the token's position in `ids`.
+        place: the index of the token in `ids`.
         answer: the token's number.
     """
 
@@ -69,7 +69,7 @@ def choose_lines(text_folder: Path) -> list[Line]:
 def first_line(name: str, text: str, tokenizer: Any) -> Line | None:
     """Return a file's first line that the rule takes; None if it has none."""
     rows = text.split("\n")
-    starts = [0]  # of every row, in characters of the text
+    starts = [0]  # the begin of every row, in characters of the text
     for row in rows:
         starts.append(starts[-1] + len(row) + 1)
     encoded = None
@@ -83,8 +83,8 @@ def first_line(name: str, text: str, tokenizer: Any) -> Line | None:
         if index is not None:
             a, b = encoded.offsets[index]
             ids, place = _sequence(encoded.ids, index)
-            left, right = text[starts[number] : a].lstrip(), text[b:end].rstrip()
-            return Line(name, left, text[a:b], right, ids, place, encoded.ids[index])
+            prefix, suffix = text[starts[number] : a].lstrip(), text[b:end].rstrip()
+            return Line(name, prefix, text[a:b], suffix, ids, place, encoded.ids[index])
     return None
 
 
@@ -94,7 +94,7 @@ def write_lines(lines: Sequence[Line], path: Path) -> None:
 
 
 def read_lines(path: Path) -> list[Line]:
-    """Read what `write_lines` wrote.
+    """Read the file that `write_lines` wrote.
 
     Raises:
         DataError: it can't be read.

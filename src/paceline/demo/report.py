@@ -12,17 +12,17 @@ from typing import Any
 
 from paceline.demo.corpus import MASKED, MASKED_HELD_OUT
 from paceline.demo.lines import Line
-from paceline.nouns.events import events_in
 from paceline.nouns.table import aligned
+from paceline.run.read.event_columns import EventIndex
 
 LEVELS = "▁▂▃▄▅▆▇█"
 _COLUMNS = 60
-_NARROWEST = 60  # columns; what is narrower still wraps
+_NARROWEST = 60  # columns; a narrower terminal still wraps
 
 
 def read_events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     """Return the events of one kind that a run wrote."""
-    return [event for event in events_in(run_dir / "events.jsonl") if event["event"] == kind]
+    return EventIndex(run_dir / "events.jsonl").read_on().events(kind)[::-1]
 
 
 def terminal_curve(losses: Sequence[float], columns: int = _COLUMNS) -> str:
@@ -52,12 +52,12 @@ def draw_curve(steps: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, 
     at = [evaluation["step"] for evaluation in evaluations]
     losses.plot([step["step"] for step in steps], [step["loss"] for step in steps], color="#9db4c0", linewidth=0.6)
     losses.lines[0].set_label(f"training batch, {MASKED:.0%} masked")
-    losses.plot(at, [one["loss"] for one in evaluations], color="#c1440e", marker="o", markersize=4)
+    losses.plot(at, [row["loss"] for row in evaluations], color="#c1440e", marker="o", markersize=4)
     losses.lines[1].set_label(f"held-out text, {MASKED_HELD_OUT:.0%} masked")
     losses.set_title("loss of a masked token (nats)", fontsize=11)
-    shares.plot(at, [100 * one["accuracy"] for one in evaluations], color="#c1440e", marker="o", markersize=4)
+    shares.plot(at, [100 * row["accuracy"] for row in evaluations], color="#c1440e", marker="o", markersize=4)
     shares.lines[0].set_label("the model")
-    shares.plot(at, [100 * one["baseline"] for one in evaluations], color="#6b7a81", linestyle="--")
+    shares.plot(at, [100 * row["baseline"] for row in evaluations], color="#6b7a81", linestyle="--")
     shares.lines[1].set_label("always the most frequent token")
     shares.set_title("masked tokens of held-out text filled in right (%)", fontsize=11)
     shares.set_ylim(bottom=0)
@@ -82,8 +82,8 @@ def summary(first: dict[str, Any], last: dict[str, Any], speeds: dict[int, float
 
     Args:
         first: the evaluation before the first step.
-        last: the one after the last.
-        speeds: samples per second by number of processes.
+        last: the evaluation after the last step.
+        speeds: the samples per second, by number of processes.
         word: the most frequent token.
     """
     rows = [
@@ -104,14 +104,14 @@ def summary(first: dict[str, Any], last: dict[str, Any], speeds: dict[int, float
 def filled_in(
     lines: Sequence[Line], before: Sequence[str], after: Sequence[str], answers: Sequence[str], encoding: str | None
 ) -> str:
-    """Return a table of lines with the hidden token marked, and what the model filled in for it.
+    """Return a table of lines with the hidden token marked, and the model's guesses for it.
 
     Args:
-        lines: of held-out files.
+        lines: the lines of held-out files.
         before: the token filled in before training, for every line.
-        after: the one filled in after it.
-        answers: the hidden token as the tokenizer writes it.
-        encoding: of the stream that the table is printed to.
+        after: the token filled in after training, for every line.
+        answers: the hidden token of every line, as the tokenizer writes it.
+        encoding: the encoding of the stream that the table is printed to.
     """
     tick, *marks = ("\u2713", "\u00ab", "\u00bb") if can_show("\u2713\u00ab\u00bb", encoding) else ("yes", "<<", ">>")
     widths = [max(map(len, column)) for column in (["before", *before], ["after", *after], [tick])]
@@ -123,19 +123,19 @@ def filled_in(
 
 
 def _marked(line: Line, marks: Sequence[str], columns: int) -> str:
-    """Return the line with its hidden token between marks; of a line too long, what is around the token."""
-    left, right = line.left, line.right
+    """Return the line with its hidden token between marks; of a line too long, the part around the token."""
+    prefix, suffix = line.left, line.right
     token = f"{marks[0]}{line.hidden}{marks[1]}"
     spare = max(0, columns - len(token))
-    if len(left) + len(right) > spare:
-        kept_right = min(len(right), max(spare // 3, spare - len(left)))
-        left = _cut(left[::-1], spare - kept_right)[::-1]
-        right = _cut(right, kept_right)
-    return left + token + right
+    if len(prefix) + len(suffix) > spare:
+        kept_right = min(len(suffix), max(spare // 3, spare - len(prefix)))
+        prefix = _cut(prefix[::-1], spare - kept_right)[::-1]
+        suffix = _cut(suffix, kept_right)
+    return prefix + token + suffix
 
 
 def _cut(text: str, columns: int) -> str:
-    """Return the text's beginning, with dots for what is left out."""
+    """Return the text's beginning, with dots for the rest."""
     return text if len(text) <= columns else (text[: max(0, columns - 3)] + "..."[: max(0, columns)])
 
 
@@ -150,7 +150,7 @@ def next_commands(text_folder: str, workload: Path) -> list[str]:
 
 
 def _program() -> str:
-    """Return what starts Paceline in this shell as it was started now."""
+    """Return the command that starts Paceline in this shell as it was started now."""
     called = Path(sys.argv[0])
     if called.name == "__main__.py":
         return shlex.join([str(_near(Path(sys.executable))), "-m", "paceline"])
@@ -163,8 +163,8 @@ def _program() -> str:
 def _near(path: Path) -> Path:
     """Return the path as seen from here, if it is below."""
     path = path.absolute()  # without `resolve`: a virtual environment's Python is a link
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
+    folder = Path.cwd()
+    return path.relative_to(folder) if path.is_relative_to(folder) else path
 
 
 def can_show(text: str, encoding: str | None) -> bool:

@@ -1,4 +1,4 @@
-"""Gather the facts of all hosts of a fleet, and answer when another host asks for this one's.
+"""Collect the facts of all hosts of a fleet, and answer when another host asks for this one's.
 
 A request and its answer are one JSON object each, over the standard input and output of `paceline doctor --answer`,
 started here or by the user's own ssh. In the first round a host looks at itself; in the second all hosts try to
@@ -18,11 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from paceline.doctor.checks.network import chosen_address
+from paceline.doctor.checks.network_checks import chosen_address
 from paceline.doctor.facts import HostFacts
 from paceline.doctor.meet import ReachableHost, meet
 from paceline.doctor.probe.disk import marker_path
-from paceline.doctor.probe.host import Question, look
+from paceline.doctor.probe.host_facts import Question, look
 from paceline.launch.ssh import SshOptions, ssh_command, why_lost
 from paceline.nouns import module_names
 from paceline.nouns.errors import PacelineError, UsageError, last_error_of
@@ -30,10 +30,10 @@ from paceline.nouns.names import check_name
 from paceline.nouns.reading import Whole, parse_json, reason_of
 
 _ANSWER = ("-m", module_names.COMMAND, "doctor", "--answer")
-_LIMIT_S = 240.0  # of one answer: torch may come from a slow disk
-_MAX_BYTES = 2**22  # of an answer: a host sends some kilobytes, and a login may print before it
+_LIMIT_S = 240.0  # the time for one answer: torch may come from a slow disk
+_MAX_BYTES = 2**22  # the largest answer: a host sends some kilobytes, and a login may print before it
 _MEET_S = 10.0  # hosts start within some seconds of each other
-_LONGEST_MEET_S = 60.0  # whatever is asked: a port is not left open
+_LONGEST_MEET_S = 60.0  # the longest time for which a port is open, whatever the request says
 _AT_ONCE = 32  # processes of ssh at a time
 
 
@@ -49,7 +49,7 @@ class Asker(Protocol):
 
 
 class LocalAsker:
-    """Asks this host, whatever its name, through a child process, as ssh would start it."""
+    """Ask this host, whatever its name, through a child process, as ssh would start it."""
 
     def ask(self, host: str, request: bytes) -> bytes:
         """Return the answer of a child process."""
@@ -58,11 +58,11 @@ class LocalAsker:
 
 @dataclass(frozen=True, slots=True)
 class SshAsker:
-    """Asks through the user's own ssh; this host itself is asked without it.
+    """Ask through the user's own ssh; this host itself is asked without it.
 
     Args:
-        python: the Python that has Paceline, on every host.
-        options: how ssh is called.
+        python: the Python program that has Paceline, on every host.
+        options: the ssh program and its arguments.
     """
 
     python: str = sys.executable
@@ -72,7 +72,7 @@ class SshAsker:
         check_name("program", self.python)
 
     def needs_ssh(self, host: str) -> bool:
-        """True if a host is another one."""
+        """Return True if a host is another one."""
         return not is_this_host(host)
 
     def ask(self, host: str, request: bytes) -> bytes:
@@ -84,7 +84,7 @@ class SshAsker:
 
 
 def is_this_host(name: str) -> bool:
-    """True if a name is this host's own, as hosts files of one host have it."""
+    """Return True if a name is this host's own, as hosts files of one host have it."""
     hostname = socket.gethostname()
     short_name = hostname.partition(".")[0]
     return name in ("localhost", "127.0.0.1", "::1", hostname, short_name)
@@ -92,18 +92,18 @@ def is_this_host(name: str) -> bool:
 
 def _answer_of(command: list[str], host: str, request: bytes, is_ssh: bool) -> bytes:
     try:
-        done = subprocess.run(command, input=request, capture_output=True, timeout=_LIMIT_S)
+        completed = subprocess.run(command, input=request, capture_output=True, timeout=_LIMIT_S)
     except subprocess.TimeoutExpired:
         problem = f"it did not answer within {_LIMIT_S:.0f} s"
         raise UsageError(f"can't ask {host}", problem, f"see what `paceline doctor` waits for on {host}") from None
     except OSError as error:
         raise UsageError(f"can't ask {host}", f"{command[0]} can't be started ({error})", "install it") from None
-    if done.returncode == 0:
-        return done.stdout
-    error_text = done.stderr.decode(errors="replace")
+    if completed.returncode == 0:
+        return completed.stdout
+    error_text = completed.stderr.decode(errors="replace")
     if is_ssh:
         raise why_lost(host, error_text)
-    reason = last_error_of(error_text, f"it ended with {done.returncode}")
+    reason = last_error_of(error_text, f"it ended with {completed.returncode}")
     raise UsageError(f"can't ask {host}", f"its process failed: {reason}", "run `paceline doctor` there")
 
 
@@ -128,7 +128,7 @@ _REQUEST = (
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """The seconds that a host's clock is ahead of the asking host's, and by how many that may be wrong."""
+    """The seconds that a host's clock is ahead of the asking host's, and the largest error of that."""
 
     seconds: float
     uncertainty_s: float
@@ -139,12 +139,13 @@ class FleetFacts:
     """The answers of all hosts of a fleet. Every dictionary has the names of hosts as keys.
 
     Args:
-        hosts: the facts of those that answered.
-        silent: the errors of the others.
-        offsets: of their clocks.
-        reached: by host, the outcome for each other host that it tried to reach; "" is reached, else why not.
-        marker: by host, whether it sees the file that the first host wrote to the run directory.
-        ports: where each host listened: "address:port".
+        hosts: the facts of the hosts that answered.
+        silent: the errors of the hosts that did not answer.
+        offsets: the offset of each host's clock.
+        reached: the outcomes of each host's attempts to reach the others, by their names; "": it was reached, else the
+            reason.
+        marker: True for each host that sees the file which the first host wrote to the run directory.
+        ports: the address on which each host listened, as "address:port".
     """
 
     hosts: dict[str, HostFacts] = field(default_factory=dict)
@@ -165,11 +166,11 @@ def ask_fleet(
     """Ask every host for its facts, then let all of them reach each other.
 
     Args:
-        names: the hosts.
-        question: what each looks at. With a marker, the first of `names` leaves it in the run directory.
-        asker: the way to them.
-        say: called with progress lines.
-        meet_s: seconds for which hosts try to reach each other.
+        names: the names of the hosts.
+        question: the facts that each host collects. With a marker, the first of `names` leaves it in the run directory.
+        asker: the object that asks the hosts.
+        say: a function that is called with progress lines.
+        meet_s: the seconds for which hosts try to reach each other.
     """
     fleet = FleetFacts()
 
@@ -209,7 +210,7 @@ def _look_request(question: Question, is_first: bool) -> dict[str, Any]:
 
 
 def _seats(fleet: FleetFacts) -> list[ReachableHost]:
-    """Return where each host is to listen, each with a token that only the hosts of this fleet get to know."""
+    """Return the address on which each host is to listen, with a token that only the hosts of this fleet know."""
     seats = []
     for name, host in fleet.hosts.items():
         address = chosen_address(host)
@@ -232,7 +233,7 @@ def _let_meet(
         # Another host wrote the answer, so that its types are not certain.
         reached = answer.get("reached")
         if isinstance(reached, dict):
-            fleet.reached[name] = {str(other): str(reason) for other, reason in reached.items()}
+            fleet.reached[name] = {str(peer): str(reason) for peer, reason in reached.items()}
         has_marker = answer.get("has_marker")
         if marker and isinstance(has_marker, bool):
             fleet.marker[name] = has_marker
@@ -274,13 +275,13 @@ def _parse(name: str, text: bytes) -> dict[str, Any]:
         raise _nonsense(name, reason_of(error)) from None
 
 
-def _nonsense(name: str, what: str) -> UsageError:
+def _nonsense(name: str, reason: str) -> UsageError:
     return UsageError(
-        f"can't ask {name}", f"its answer can't be read ({what})", f"install this version of Paceline on {name}"
+        f"can't ask {name}", f"its answer can't be read ({reason})", f"install this version of Paceline on {name}"
     )
 
 
-def _integer(answer: Mapping[str, Any], name: str) -> int:
+def _integer(answer: Mapping[str, object], name: str) -> int:
     value = answer.get(name)
     if not isinstance(value, int):
         raise ValueError(f"{name} should be a number")
@@ -288,16 +289,16 @@ def _integer(answer: Mapping[str, Any], name: str) -> int:
 
 
 def clock_offset(began_ns: int, heard_ns: int, said_ns: int, ended_ns: int) -> Offset:
-    """Return how far the other host's clock is ahead.
+    """Return the offset of the other host's clock.
 
     The way there looks longer by the offset, and the way back shorter. Half the difference is the offset if both ways
     take the same time; if they don't, it is wrong by half of their sum at most.
 
     Args:
-        began_ns: this host's clock as the question left.
-        heard_ns: the other's as it came.
-        said_ns: the other's as the answer left.
-        ended_ns: this host's as it came.
+        began_ns: the time on this host's clock when the question left, in nanoseconds.
+        heard_ns: the time on the other's clock when it came.
+        said_ns: the time on the other's clock when the answer left.
+        ended_ns: the time on this host's clock when it came.
 
     Source: Mills 1991, Internet time synchronization: the Network Time Protocol, IEEE Trans. Communications 39(10).
     """
@@ -307,11 +308,11 @@ def clock_offset(began_ns: int, heard_ns: int, said_ns: int, ended_ns: int) -> O
 
 
 def answer(text: bytes, heard_ns: int) -> dict[str, Any]:
-    """Do what another host's doctor requests, and return the answer.
+    """Carry out the request of another host's doctor, and return the answer.
 
     Args:
-        text: its request.
-        heard_ns: this host's clock as it came.
+        text: the request as JSON.
+        heard_ns: the time on this host's clock when it came, in nanoseconds.
 
     Raises:
         UsageError: the request can't be read.

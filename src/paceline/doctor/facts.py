@@ -25,7 +25,7 @@ class Versions:
     cuda_build: str = ""  # the CUDA that torch was built with
     hip_build: str = ""
     nccl: str = ""
-    driver: str = ""  # of the accelerators
+    driver: str = ""  # the version of the accelerators' driver
     cuda_driver: str = ""  # the newest CUDA that the driver can run
     has_distributed: bool = True
     architecture: str = ""
@@ -34,7 +34,7 @@ class Versions:
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """Processor cores, and how many of them this process may use."""
+    """Processor cores, and the number that this process may use."""
 
     online: int = 0
     affinity: int = 0
@@ -48,7 +48,7 @@ class MemoryFacts:
 
     total_bytes: int | None = None
     available_bytes: int | None = None
-    limit_bytes: int | None = None  # of the control group
+    limit_bytes: int | None = None  # the limit of the control group
     used_of_limit_bytes: int = 0
     swap_bytes: int = 0
     swap_used_bytes: int = 0
@@ -67,7 +67,7 @@ class Accelerator:
 
 @dataclass(frozen=True, slots=True)
 class Accelerators:
-    """The devices of a host, and what joins them."""
+    """The devices of a host, and the links between them."""
 
     devices: tuple[Accelerator, ...] = ()
     links: dict[str, str] = field(default_factory=dict)  # "GPU0-GPU1": "NV18"
@@ -95,14 +95,14 @@ class Name:
     """A name as this host resolves it, and the names that its address resolves back to."""
 
     addresses: tuple[str, ...] = ()
-    names_back: tuple[str, ...] = ()  # what the first address that is not loopback resolves back to
+    names_back: tuple[str, ...] = ()  # the names to which the first address that is not loopback resolves back
     seconds: float = 0.0
     error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A port that a rank could listen on, unless `error` says why not."""
+    """A port on which a rank could listen, unless `error` has a reason against it."""
 
     error: str = ""  # "" is free
     holder: str = ""  # the process that has it, where that can be seen
@@ -114,7 +114,7 @@ class Network:
 
     hostname: str = ""
     interfaces: tuple[Interface, ...] = ()
-    default_interface: str = ""  # of the default route
+    default_interface: str = ""  # the interface of the default route
     routes: dict[str, str] = field(default_factory=dict)  # another host's name: this host's address towards it
     names: dict[str, Name] = field(default_factory=dict)
     ports: dict[str, Port] = field(default_factory=dict)
@@ -128,12 +128,12 @@ class Network:
 class Shm:
     """`/dev/shm`, the file system of shared memory."""
 
-    exists: bool | None = None  # None: not looked
+    exists: bool | None = None  # None: it was not checked
     size_bytes: int = 0
     free_bytes: int = 0
     is_writable: bool = True
     mode: int = 0o1777
-    flags: tuple[str, ...] = ()  # of the mount
+    flags: tuple[str, ...] = ()  # the flags of the mount
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +144,10 @@ class Folder:
     path: str = ""
     file_system: str = ""
     free_bytes: int | None = None
-    files: int = 0  # that the file system can hold; 0: it does not say
+    files: int = 0  # the number that the file system can hold; 0: it does not say
     free_files: int = 0
     is_read_only: bool = False
-    error: str = ""  # why a file could not be written
+    error: str = ""  # the reason why a file could not be written
     bytes_per_s: float | None = None  # None: not measured
 
 
@@ -173,7 +173,7 @@ class Leftover:
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """Everything that is known of one host."""
+    """All known facts of one host."""
 
     versions: Versions = Versions()
     cores: Cores = Cores()

@@ -17,7 +17,7 @@ class Finding:
 
     Args:
         level: "error" stops a job or makes it wrong; "warning" slows it down or may stop it.
-        host: where; "fleet" is between hosts.
+        host: the name of the host; "fleet" is between hosts.
         check: the name of the check, in a word or two.
         found: the state, and why it matters to training.
         fix: what to do, as an imperative; "" when there is nothing to do.

@@ -2,7 +2,7 @@
 
 The model's code runs once on fake tensors, which know shape, dtype and device and hold nothing; every
 operation it performs, before autograd takes it apart, is traced (`make_fx`, pre-dispatch). The graph computes what
-the model computes for every batch of the same shapes, provided that the code's path depends on shapes alone. Where
+the model computes for every batch of the same shapes, provided that the code's path depends only on shapes. Where
 a module's depends on values, fake tensors can't answer: it runs by its own code (`own_modules.py`), or the model is
 refused.
 """
@@ -19,19 +19,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from paceline.comm.pytree import map_tensors, plain_values, tensors_in
-from paceline.graph.chunked_loss import WithoutChunks
-from paceline.graph.factories import rejoin_copies
+from paceline.graph.capture_workarounds import WithoutChunks, install_recording_hooks, rejoin_copies
 from paceline.graph.functional import (
     check_states_unwritten,
     choose_where_masks_write,
@@ -46,7 +39,6 @@ from paceline.graph.kept_values import InitialState, PythonStateWatch
 from paceline.graph.own_code import NoGraphError
 from paceline.graph.own_modules import Leaks, OwnModules, kept_modules, note_written_results
 from paceline.graph.refused_calls import effects_as_written
-from paceline.graph.transformers_hooks import install_recording_hooks
 from paceline.graph.writes import (
     Write,
     WriteLog,
@@ -58,6 +50,14 @@ from paceline.graph.writes import (
 )
 from paceline.nouns.errors import PacelineError, WorkloadError
 from paceline.nouns.own_errors import note_own_error
+from paceline.torch_private.operations import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    set_grad_enabled,
+)
+from paceline.torch_private.tensors import storage_key
 
 Function = Callable[[torch.nn.Module, Any], Any]
 _NOT_OF_THE_USER = ("/torch/", "/paceline/graph/", "/paceline/parallel/", "/paceline/verify/")  # parts of paths
@@ -98,38 +98,14 @@ class Captured:
         return list(next(iter(reversed(self.graph.nodes))).args[0])  # type: ignore[arg-type]
 
 
-class _CaptureDepth:
-    """A context manager that counts how often it is entered; other threads may read the count."""
-
-    depth = 0
-
-    def __enter__(self) -> None:
-        self.depth += 1
-
-    def __exit__(self, *error: object) -> None:
-        self.depth -= 1
-
-
-_running = _CaptureDepth()
-
-
-def is_capturing() -> bool:
-    """Return True while a capture runs in this process.
-
-    Whoever looks at the frames of other threads must not do so then: a frame keeps its values alive, and what the
-    trace holds depends on who else refers to a tensor (`rejoin_copies`).
-    """
-    return _running.depth > 0
-
-
 def capture(
-    model: torch.nn.Module, function: Function, batch: Any, device: torch.device, own: OwnModules | None = None
+    model: torch.nn.Module, function: Function, batch: Any, device: torch.device, own_modules: OwnModules | None = None
 ) -> Captured:
-    """Trace what `function(model, batch)` computes.
+    """Trace the computation of `function(model, batch)`.
 
     Args:
         model: its parameters and buffers give shapes and dtypes; they may be on the meta device.
-        function: e.g. a workload's loss.
+        function: the function to trace, such as a workload's loss.
         batch: a batch of the shapes to capture for.
         device: where the graph will run.
         own: the modules that an earlier capture of the model found to run by their own code; those that this one
@@ -147,7 +123,7 @@ def capture(
     trained = {name for name, tensor in tensors.items() if tensor.requires_grad}
     # Trace one call. numpy's and Python's draws are no operations of torch: the graph would hold the numbers of this
     # call and repeat them in every step.
-    call = _TracedCall(model, function, batch, tensors, OwnModules() if own is None else own)
+    call = _TracedCall(model, function, batch, tensors, OwnModules() if own_modules is None else own_modules)
     state_before = _plain_random_state()
     traced, entries = _trace(call, device, fake)
     if _plain_random_state() != state_before:
@@ -215,7 +191,7 @@ def _trace(
         try:
             return _trace_once(call, device, fake)
         except NoGraphError as error:
-            call.own.add(call.module.model, error)
+            call.own_modules.add(call.module.model, error)
             _end_frames(error)
 
 
@@ -247,8 +223,7 @@ def _trace_once(
         WithoutChunks() as chunks,
         KnownCounts(),
         effects_as_written(state_by_name),
-        kept_modules(model, call.own, leaks),
-        _running,
+        kept_modules(model, call.own_modules, leaks),
         fake,
     ):
         traced = make_fx(call, pre_dispatch=True)(states, inputs)
@@ -262,7 +237,7 @@ def _trace_once(
 
 
 def _constants_of(traced: fx.GraphModule) -> dict[str, Any]:
-    """Return what the `get_attr` nodes of a trace refer to, by the nodes' targets."""
+    """Return the values of the `get_attr` nodes of a trace, by the nodes' targets."""
     constants = {}
     for node in traced.graph.nodes:
         if node.op == "get_attr":
@@ -280,7 +255,9 @@ def _check_next_call(call: _TracedCall, traced: fx.GraphModule, device: torch.de
     # `kept_values`).
     for is_moved in (False, True):
         initial = InitialState(watch.suspects, is_moved)
-        following = _TracedCall(call.module.model, call.module.function, call.batch, call.tensors, call.own, initial)
+        following = _TracedCall(
+            call.module.model, call.module.function, call.batch, call.tensors, call.own_modules, initial
+        )
         try:
             is_same = _repeats(following, call, traced, device, fake)
         except Exception:  # it met a tensor of the first call, or a number that can't be
@@ -382,7 +359,7 @@ class _TracedCall:
     """The function of (states, inputs) that is traced.
 
     Attributes:
-        result: what the person's function returned.
+        result: what the user's function returned.
         has_whole_loss: a loss by chunks was computed as a whole.
         log: what it wrote into the states.
     """
@@ -393,11 +370,11 @@ class _TracedCall:
         function: Function,
         batch: Any,
         tensors: Mapping[str, torch.Tensor],
-        own: OwnModules,
+        own_modules: OwnModules,
         initial: InitialState | None = None,
     ) -> None:
         self.batch = batch
-        self.own = own
+        self.own_modules = own_modules
         self.tensors = tensors
         self.module = _FunctionModule(model, function, initial)
         self.result: Any = None
@@ -474,11 +451,11 @@ def _depends_on_arguments(tensor: torch.Tensor) -> bool:
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return the address of a tensor's storage object (`_cdata`), its shape and its strides.
+    """Return the address of a tensor's storage object, its shape and its strides.
 
     The address is unique only as long as somebody holds the tensor.
     """
-    return tensor.untyped_storage()._cdata, tuple(tensor.shape), tensor.stride()
+    return storage_key(tensor), tuple(tensor.shape), tensor.stride()
 
 
 def _fake_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -559,7 +536,7 @@ def _refusals() -> Iterator[None]:
     except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
         raise NoGraphError(
             "to be split, the model's path should depend on shapes alone",
-            f"it looks at values: {_where(error)}",
+            f"it looks at values: {_line_of(error)}",
             "compute both sides and choose by torch.where (rows that don't count: times a mask, or ignore_index), "
             + fix,
         ) from error
@@ -568,7 +545,7 @@ def _refusals() -> Iterator[None]:
             raise
         raise NoGraphError(
             "to be split, the model should be a graph of torch operations",
-            f"{type(error).__name__} at {_where(error)}: {str(error).strip().partition(chr(10))[0]:.200}",
+            f"{type(error).__name__} at {_line_of(error)}: {str(error).strip().partition(chr(10))[0]:.200}",
             "start it alone (python FILE); if it trains so, leave out what that line does, " + fix,
         ) from error
 
@@ -589,8 +566,8 @@ def _check_constants(constants: Mapping[str, Any]) -> None:
             )
 
 
-def _where(error: BaseException) -> str:
-    """Return the line of the person's code that asked for a value: the innermost that is not torch's or ours."""
+def _line_of(error: BaseException) -> str:
+    """Return the line of the user's code that asked for a value: the innermost that is not torch's or ours."""
     place = str(error).splitlines()[0]
     trace = error.__traceback__
     while trace is not None:
@@ -607,7 +584,7 @@ def _take_out_grad_mode(captured: Captured) -> None:
     for node in list(captured.graph.nodes):
         if node.op != "call_function":
             continue
-        if node.target is torch._C._set_grad_enabled:
+        if node.target is set_grad_enabled:
             is_off = not node.args[0]
             captured.graph.erase_node(node)
         elif is_off:

@@ -14,8 +14,16 @@ import torch
 from torch import fx
 
 from paceline.graph.labels import node_order
-from paceline.graph.writes import memories_of, running_statistics, states_written, storage_of, written_inputs
+from paceline.graph.writes import (
+    memories_of,
+    memory_written,
+    running_statistics,
+    storage_of,
+    written_by,
+    written_inputs,
+)
 from paceline.nouns.errors import WorkloadError
+from paceline.torch_private.operations import OpOverload, overload_of, schema_of
 
 aten = torch.ops.aten
 
@@ -45,7 +53,7 @@ def choose_where_masks_write(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     Returns:
         For every new node the one that it stands for.
     """
-    made = {}
+    writers = {}
     for node in list(graph.nodes):
         if node.target is not aten.index_put.default or (len(node.args) > 3 and node.args[3]):
             continue
@@ -59,15 +67,15 @@ def choose_where_masks_write(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         with graph.inserting_before(node):
             for _ in range(inner):
                 mask = _new(graph, aten.unsqueeze.default, mask, -1)
-                made[mask] = node
+                writers[mask] = node
             chosen = _new(graph, aten.where.self, mask, value, written)
-        made[chosen] = node
+        writers[chosen] = node
         node.replace_all_uses_with(chosen)
         graph.erase_node(node)
-    return made
+    return writers
 
 
-def _new(graph: fx.Graph, operation: torch._ops.OpOverload, *arguments: Any) -> fx.Node:
+def _new(graph: fx.Graph, operation: OpOverload, *arguments: Any) -> fx.Node:
     """Add an operation, with what it gives on its arguments' fake values."""
     node = graph.call_function(operation, arguments)
     node.meta["val"] = operation(*fx.node.map_arg(arguments, lambda source: source.meta["val"]))
@@ -80,12 +88,12 @@ def _is_shared(node: fx.Node, written: fx.Node, order: dict[fx.Node, int]) -> bo
     if shared is None:
         return False
     # An unread view does no harm.
-    for other in order:
-        if other is written or other is node or storage_of(other) != shared:
+    for reader in order:
+        if reader is written or reader is node or storage_of(reader) != shared:
             continue
-        if _used_after(other, order[node], order):
+        if _used_after(reader, order[node], order):
             return True
-        if order[other] < order[node] and other in node.all_input_nodes:
+        if order[reader] < order[node] and reader in node.all_input_nodes:
             return True
     return False
 
@@ -151,7 +159,7 @@ def copy_states_that_are_read(graph: fx.Graph, states: dict[str, fx.Node]) -> di
         shared = storage_of(source)
         last = last_write[shared]
         for user in list(source.users):
-            if shared in memories_of(user) | _written_by(user):
+            if shared in memories_of(user) | written_by(user):
                 continue
             # All that read after the last write read the same: one copy does for them.
             is_final = order[user] > order[last]
@@ -196,12 +204,6 @@ def state_groups(graph: fx.Graph, states: dict[str, fx.Node]) -> dict[fx.Node, s
     return groups
 
 
-def written_states(graph: fx.Graph, states: dict[str, fx.Node]) -> list[str]:
-    """Return the names of the states that the graph writes into, a norm's running statistics apart."""
-    written = _memory_written(graph)
-    return [name for name, node in states.items() if storage_of(node) in written]
-
-
 def _memory_written(graph: fx.Graph) -> set[int | None]:
     """Return the memory that operations say they write into; a norm's running statistics are not among it."""
     written: set[int | None] = set()
@@ -212,16 +214,14 @@ def _memory_written(graph: fx.Graph) -> set[int | None]:
 
 def _written_state_memory(graph: fx.Graph, states: dict[str, fx.Node]) -> set[int | None]:
     """Return the memory of the states that any operation writes into, a norm's running statistics too."""
-    written: set[int | None] = set()
-    for names in states_written(graph, states).values():
-        written.update(storage_of(states[name]) for name in names)
-    return written
+    return memory_written(graph) & {storage_of(node) for node in states.values()}
 
 
 def check_states_unwritten(graph: fx.Graph, states: dict[str, fx.Node], trained: set[str]) -> None:
     """Raise WorkloadError when the model writes into a parameter in its forward pass."""
-    for name in written_states(graph, states):
-        if name in trained:
+    written = _memory_written(graph)
+    for name, node in states.items():
+        if name in trained and storage_of(node) in written:
             raise WorkloadError(
                 "the model's forward pass should not write to its parameters",
                 f"it writes into {name}",
@@ -229,12 +229,8 @@ def check_states_unwritten(graph: fx.Graph, states: dict[str, fx.Node], trained:
             )
 
 
-def _written_by(node: fx.Node) -> set[int | None]:
-    return {storage_of(source) for source in [*written_inputs(node), *running_statistics(node)]}
-
-
 def _last_write(shared: int | None, order: dict[fx.Node, int]) -> fx.Node:
-    return [node for node in order if shared in _written_by(node)][-1]
+    return [node for node in order if shared in written_by(node)][-1]
 
 
 def _only_written_input(node: fx.Node) -> fx.Node | None:
@@ -242,19 +238,18 @@ def _only_written_input(node: fx.Node) -> fx.Node | None:
     return written[0] if len(written) == 1 else None
 
 
-def _ordinary(node: fx.Node) -> torch._ops.OpOverload | None:
+def _ordinary(node: fx.Node) -> OpOverload | None:
     """Return the operation that computes what an in-place one writes: `relu` for `relu_`."""
     target = node.target
-    assert isinstance(target, torch._ops.OpOverload)
-    space, _, name = target._schema.name.partition("::")
+    assert isinstance(target, OpOverload)
+    space, _, name = schema_of(target).name.partition("::")
     # `__iand__` and its like have no counterpart of the name without its last underscore.
     if not name.endswith("_") or name.endswith("__"):
         return None
     packet = getattr(getattr(torch.ops, space), name[:-1], None)
     if packet is None:
         return None
-    overload = getattr(packet, target._overloadname, None)
-    return overload if isinstance(overload, torch._ops.OpOverload) else None
+    return overload_of(packet, target)
 
 
 def _used_after(node: fx.Node, index: int, order: dict[fx.Node, int]) -> bool:

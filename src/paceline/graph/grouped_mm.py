@@ -1,8 +1,8 @@
 """torch's products of groups of rows, each with a matrix of its own, and counts of rows, on fake tensors.
 
 Mixtures of experts are computed so: rows that are sorted by expert, and a weight of shape (experts, in, out). torch's
-own fake of `aten._grouped_mm` takes bf16 alone, while its kernels take float32 and fp16 too; and its counter of
-operations doesn't know it. `train/grouped_float64.py` has them in float64.
+own fake of `aten._grouped_mm` takes only bf16, while its kernels take float32 and fp16 too; and its counter of
+operations doesn't know it. `train/precision.py` has them in float64.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ aten = torch.ops.aten
 _ALIGNED_BYTES = 16  # of the kernels' rows
 
 
-def _shape(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor | None) -> tuple[int, ...]:
+def _shape(first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor | None) -> tuple[int, ...]:
     """Return the shape of the product: `ends` cuts the dimension that only one of both has, or that both sum over."""
-    if left.dim() == 2 and right.dim() == 2:
+    if first.dim() == 2 and second.dim() == 2:
         assert ends is not None, "two matrices without groups are no grouped product"
-        return ends.shape[0], left.shape[0], right.shape[1]
-    if left.dim() == 2:
-        return left.shape[0], right.shape[-1]
-    if right.dim() == 2:
-        return left.shape[1], right.shape[1]
-    return left.shape[0], left.shape[1], right.shape[-1]
+        return ends.shape[0], first.shape[0], second.shape[1]
+    if first.dim() == 2:
+        return first.shape[0], second.shape[-1]
+    if second.dim() == 2:
+        return first.shape[1], second.shape[1]
+    return first.shape[0], first.shape[1], second.shape[-1]
 
 
 def _fake(
@@ -44,12 +44,12 @@ def _fake(
     return left.new_empty(_shape(left, right, offs), dtype=out_dtype or left.dtype)
 
 
-def _operations(left: Any, right: Any, *arguments: Any, out_shape: Any = None, **named: Any) -> int:
+def _operations(first: Any, second: Any, *arguments: Any, out_shape: Any = None, **named: Any) -> int:
     """Return the operations of a grouped product: each row meets one matrix."""
-    if len(left) == len(right) == 2:
-        return int(2 * math.prod(left) * right[1])
-    rows = left[-2] * (left[0] if len(left) == len(right) == 3 else 1)
-    return int(2 * rows * left[-1] * right[-1])
+    if len(first) == len(second) == 2:
+        return int(2 * math.prod(first) * second[1])
+    rows = first[-2] * (first[0] if len(first) == len(second) == 3 else 1)
+    return int(2 * rows * first[-1] * second[-1])
 
 
 @torch.library.custom_op("paceline::counts", mutates_args=())
@@ -76,10 +76,10 @@ class KnownCounts(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = dict(kwargs or {})
         if func in (torch.bincount, torch.Tensor.bincount):
-            given = {**dict(zip(("input", "weights", "minlength"), args, strict=False)), **named}
-            given.setdefault("input", given.pop("self", None))
-            if given.get("weights") is None and given.get("minlength", 0) > 0:
-                return counts(given["input"], given["minlength"])
+            options = {**dict(zip(("input", "weights", "minlength"), args, strict=False)), **named}
+            options.setdefault("input", options.pop("self", None))
+            if options.get("weights") is None and options.get("minlength", 0) > 0:
+                return counts(options["input"], options["minlength"])
         return func(*args, **named)
 
 
@@ -91,7 +91,7 @@ def register_fake() -> None:
         register_flop_formula(aten._grouped_mm)(_operations)
 
 
-def grouped_mm_of_pieces(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *rest: Any) -> torch.Tensor:
+def grouped_mm_of_pieces(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *options: Any) -> torch.Tensor:
     """Multiply pieces of rows (rows, in) with pieces of weights (groups, in, out).
 
     The kernels want rows of a multiple of 16 bytes, and a piece of such a row need not be one: it is filled up with
@@ -101,5 +101,5 @@ def grouped_mm_of_pieces(rows: torch.Tensor, weight: torch.Tensor, ends: torch.T
     inner, outer = -weight.shape[-2] % step, -weight.shape[-1] % step
     if inner or outer:
         rows, weight = F.pad(rows, (0, inner)), F.pad(weight, (0, outer, 0, inner))
-    product: torch.Tensor = aten._grouped_mm.default(rows, weight, ends, *rest)
+    product: torch.Tensor = aten._grouped_mm.default(rows, weight, ends, *options)
     return product[..., : product.shape[-1] - outer] if outer else product

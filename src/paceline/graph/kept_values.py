@@ -7,7 +7,7 @@ and then changes is suspected. Afterwards everything is as it was before, so tha
 
 An attribute set to 0 and added to, or a list cleared and filled, begins anew with each batch. So a suspicion is tried:
 a second call begins with what the first one left, and a third with other numbers in its place (`max(self.longest, n)`
-comes to rest on batches of one shape alone). Where they compute the same and leave the same, with none of the first
+comes to rest on batches of only one shape). Where they compute the same and leave the same, with none of the first
 one's tensors, so does every later one.
 """
 
@@ -30,6 +30,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.module_names import PACKAGE
+from paceline.torch_private.modules import FLAT_WEIGHTS
 
 _SLOTS = ("_parameters", "_buffers", "_modules")  # what the graph and the checks of buffers see already
 _PLAIN = (bool, int, float, complex, str, bytes, tuple, type(None), torch.Size, torch.dtype, torch.device)
@@ -53,12 +54,12 @@ class _Suspect:
     """A value that the code read and changed.
 
     Attributes:
-        what: its name, for errors.
+        name: the variable's or attribute's name, for errors.
         holder, key: where it is.
-        before, after: what it was and what the call left.
+        before, after: the value before the call, and the one that it left.
     """
 
-    what: str
+    name: str
     holder: Any
     key: Any
     before: _Snapshot
@@ -152,7 +153,7 @@ class PythonStateWatch:
             return None
         return WorkloadError(
             "to be split, the model's forward pass and loss should keep values from batch to batch in buffers alone",
-            f"they change {self.suspects[0].what}, and the graph of operations that runs instead would not",
+            f"they change {self.suspects[0].name}, and the graph of operations that runs instead would not",
             "keep it in a buffer that is written in place (self.register_buffer(...), then self.steps.add_(1)), count "
             "in the training loop, or train it by replicate or shard",
         )
@@ -181,7 +182,7 @@ class PythonStateWatch:
         return look_up
 
     def _find_suspects(self, before: list[tuple[str, Any, Any, _Snapshot]]) -> Iterator[_Suspect]:
-        """Yield what the code read and changed: variables first, then attributes of modules."""
+        """Yield the values that the code read and changed: variables first, then attributes of modules."""
         for name, holder, key, snapshot in before:
             now = _get(holder, key)
             if self._is_changed(snapshot, now, True):
@@ -192,7 +193,7 @@ class PythonStateWatch:
             path = self.names.get(number, type(module).__name__)
             values = vars(module)
             for key in _keys_of_both(snapshots, values):
-                if key in _SLOTS or key.startswith("_flat_weight"):  # of recurrent modules: their weights in a list
+                if key in _SLOTS or key.startswith(FLAT_WEIGHTS):  # of recurrent modules: their weights in a list
                     continue
                 start = snapshots.get(key)
                 now = values.get(key, _MISSING)
@@ -272,9 +273,9 @@ def _has_other_keys(now: Any, items: dict[Any, Any], before: dict[Any, _Snapshot
     """True if a container lost items, or won some that a later batch could compute with.
 
     Args:
-        now: the container.
-        items: what is in it now.
-        before: what was in it.
+        now: the container as it is.
+        items: the items that are in it now.
+        before: the items that were in it.
     """
     if isinstance(now, dict):  # a new key: a value for later in the same batch, or a constant kept
         return not items.keys() >= before.keys()
@@ -304,7 +305,7 @@ def _replaced(module: torch.nn.Module, snapshots: dict[str, _Snapshot]) -> str |
 def _variables(function: Any, visited: set[int]) -> Iterator[tuple[str, Any, Any]]:
     """Yield name, holder and key of what a function can change.
 
-    These are its closure, the attributes of its object, the globals that it names, and those of the person's
+    These are its closure, the attributes of its object, the globals that it names, and those of the user's
     functions among them.
     """
     # `visited` ends the walk of functions that name each other.
@@ -322,7 +323,7 @@ def _variables(function: Any, visited: set[int]) -> Iterator[tuple[str, Any, Any
         if not isinstance(function, type | types.BuiltinFunctionType):
             yield from _attributes(function)
         return
-    # A function of the person's is followed, not watched: what it names can change as well.
+    # A function of the user's is followed, not watched: what it names can change as well.
     for name, holder, key in _named_variables(function):
         value = _get(holder, key)
         if isinstance(value, types.FunctionType) and _is_user_code(value.__module__):
@@ -345,7 +346,7 @@ def _named_variables(function: types.FunctionType) -> list[tuple[str, Any, Any]]
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name, holder and key of each attribute of an object of the person's own class."""
+    """Yield name, holder and key of each attribute of an object of the user's own class."""
     if isinstance(value, torch.nn.Module) or not _is_user_code(type(value).__module__):
         return  # modules are watched as they are touched
     for key in getattr(value, "__dict__", {}):
@@ -407,7 +408,7 @@ def _snapshot(value: Any, depth: int = _DEPTH) -> _Snapshot:
 
 
 def _children(value: Any) -> dict[Any, Any]:
-    """Return the items of a container, or the attributes of an object of the person's own class, by key."""
+    """Return the items of a container, or the attributes of an object of the user's own class, by key."""
     if not _is_looked_into(value):
         return {}
     if isinstance(value, dict):
@@ -477,7 +478,7 @@ def _are_alike(first: _Snapshot, second: _Snapshot) -> bool:
 
 
 def _restore(snapshot: _Snapshot) -> None:
-    """Put back what a container or object held; one that holds the same is left alone."""
+    """Put back what a container or object held; one that holds the same stays as it is."""
     if snapshot.items is None:
         return
     container = snapshot.value

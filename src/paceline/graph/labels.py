@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import fx
 
+from paceline.torch_private.operations import schema_of
+
 Label = str | None
 Labels = tuple[Label, ...]
 
@@ -47,6 +49,18 @@ def tensor_inputs(node: fx.Node) -> list[fx.Node]:
 def argument(node: fx.Node, place: int, name: str, otherwise: Any = None) -> Any:
     """Return an argument of the node, by place or by name."""
     return node.args[place] if len(node.args) > place else node.kwargs.get(name, otherwise)
+
+
+def arguments_by_name(node: fx.Node, arguments: Any, named: Any) -> dict[str, Any]:
+    """Return the arguments of an operation of torch by name, in its order, those left out by default.
+
+    Args:
+        node: a call of the operation.
+        arguments, named: in place of the node's own.
+    """
+    schema = schema_of(node.target).arguments  # type: ignore[arg-type]
+    by_name = {of.name: of.default_value if of.has_default_value() else None for of in schema}
+    return by_name | dict(zip(by_name, arguments, strict=False)) | dict(named)
 
 
 def node_order(graph: fx.Graph) -> dict[fx.Node, int]:

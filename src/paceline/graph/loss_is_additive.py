@@ -14,12 +14,12 @@ import torch
 from torch import fx
 
 from paceline.graph.capture import Captured
-from paceline.graph.find_experts import Experts, find_experts, is_counted_for_others
+from paceline.graph.expert.find_experts import Experts, find_experts, is_counted_for_others
 from paceline.graph.functional import written_groups
 from paceline.graph.labels import tensor_inputs
 from paceline.graph.placement import Split
 from paceline.graph.sample_rules import samples_after
-from paceline.graph.sharding_strategies import Choice, Options, choices
+from paceline.graph.tensor.choices import Choice, Options, choices
 
 aten = torch.ops.aten
 _SUM = "sum over samples"  # in the place of a placement
@@ -39,6 +39,14 @@ _SAME_NUMBERS = (
 )  # fmt: skip
 
 
+def _layers_of_experts(captured: Captured) -> dict[fx.Node, Experts]:
+    """Return the layer of experts of each node that is in one."""
+    layers: dict[fx.Node, Experts] = {}
+    for layer in find_experts(captured):
+        layers |= dict.fromkeys(layer.roles, layer)
+    return layers
+
+
 def coupled_at(captured: Captured) -> fx.Node | None:
     """Return the first operation in which samples meet, or of which that can't be told; None where there is none.
 
@@ -53,7 +61,7 @@ def coupled_at(captured: Captured) -> fx.Node | None:
         if node.meta["val"].shape[:1] == (samples,):
             placements[node] = Split(0, (samples,))
     written = written_groups(captured.graph)
-    layers = {node: layer for layer in find_experts(captured) for node in layer.roles}
+    layers = _layers_of_experts(captured)
     batch_norm = None
     for node in captured.graph.nodes:
         if node.op != "call_function" or _keeps_tokens_apart(node, layers.get(node), placements):
@@ -69,7 +77,7 @@ def coupled_at(captured: Captured) -> fx.Node | None:
         placements[node] = placements.get(tensor_inputs(node)[0])
     loss = captured.output[0] if captured.output else None
     if isinstance(loss, fx.Node) and loss.op == "call_function" and placements.get(loss) != _SUM:
-        return loss  # it counts once for each part: a penalty on the weights alone
+        return loss  # it counts once for each part: a penalty that depends only on the weights
     return batch_norm
 
 
@@ -104,7 +112,7 @@ def _follow(node: fx.Node, placements: dict[fx.Node, Any], samples: int, is_writ
         placements[node] = Split(0, (samples,))
         return True
     if node.target in _FILLED:
-        return True  # takes dtype and device from its input alone
+        return True  # takes only dtype and device from its input
     if node.target is aten.index.Tensor:
         picked = _rows_picked(node, now, samples)
         if picked is not None:

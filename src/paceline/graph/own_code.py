@@ -1,7 +1,7 @@
-"""Calls that a graph keeps as they are: the person's own code runs there, forward and backward.
+"""Calls that a graph keeps as they are: the user's own code runs there, forward and backward.
 
 An autograd function has a backward pass that its operations don't say, and the CTC loss reads lengths. A graph of
-operations would lose both, so such a call is one node. It computes from its arguments alone, and runs on whole values.
+operations would lose both, so such a call is one node. It computes only from its arguments, and runs on whole values.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
     get_proxy_mode,
     get_proxy_slot,
     track_tensor_tree,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from paceline.graph.writes import user_line
 from paceline.nouns.errors import WorkloadError
+from paceline.torch_private.operations import FakeTensor, TorchDispatchMode, schema_of
+from paceline.torch_private.tensors import TreeSpec, storage_key, tree_flatten, tree_leaves, tree_unflatten
 
 PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum)
 _FIX = "hand it what it reads as arguments and return new tensors, or train it by replicate or shard"
@@ -37,13 +36,13 @@ class NoGraphError(WorkloadError):
 
 
 def is_own_code_running() -> bool:
-    """Return True while the person's code runs as it is."""
+    """Return True while the user's code runs as it is."""
     return _running
 
 
 @contextmanager
 def own_code_running() -> Iterator[None]:
-    """Run the person's code as it is, autograd functions and gradients taken by hand included."""
+    """Run the user's code as it is, autograd functions and gradients taken by hand included."""
     global _running
     before = _running
     _running = True
@@ -57,7 +56,7 @@ class OwnCall:
     """A function with the arguments of one call but for its tensors, which it is called with.
 
     Attributes:
-        function: the person's.
+        function: the user's function.
         constants: the arguments, flat, None where a tensor was.
         is_tensor: where a tensor was.
         form: puts them back together.
@@ -154,19 +153,19 @@ def _refused(name: str, found: str) -> WorkloadError:
 @contextmanager
 def _only_of(tensors: list[torch.Tensor], name: str, tracer: Any) -> Iterator[None]:
     """Raise WorkloadError where a call uses tensors of the trace that it was not handed, or writes into them."""
-    memories = {tensor.untyped_storage()._cdata for tensor in tensors}
+    memories = {storage_key(tensor) for tensor in tensors}
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             for value in tree_leaves((args, kwargs)):
-                if not isinstance(value, torch.Tensor) or value.untyped_storage()._cdata in memories:
+                if not isinstance(value, torch.Tensor) or storage_key(value) in memories:
                     continue
                 if get_proxy_slot(value, tracer, None) is not None:
                     raise _refused(name, f"{function} in it uses a tensor that is none of its arguments")
-            for argument, value in zip(function._schema.arguments, args, strict=False):
+            for argument, value in zip(schema_of(function).arguments, args, strict=False):
                 is_written = argument.alias_info is not None and argument.alias_info.is_write
-                if is_written and isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in memories:
+                if is_written and isinstance(value, torch.Tensor) and storage_key(value) in memories:
                     raise _refused(name, f"{function} in it writes into one of its arguments")
             return function(*args, **kwargs)
 
@@ -175,7 +174,7 @@ def _only_of(tensors: list[torch.Tensor], name: str, tracer: Any) -> Iterator[No
 
 
 def ctc_on_fakes(log_probs: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
-    """Return what `torch.nn.functional.ctc_loss` returns, in shape: a number, or one for each sample."""
+    """Return the result of `torch.nn.functional.ctc_loss`, in shape: a number, or one for each sample."""
     names = ("targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")
     reduction = {**dict(zip(names, arguments, strict=False)), **named}.get("reduction", "mean")
     if reduction == "none" and log_probs.dim() == 3:

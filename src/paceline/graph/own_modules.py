@@ -21,31 +21,33 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
-from torch._C._functorch import is_functorch_wrapped_tensor as _is_wrapped
-from torch._dispatch.python import no_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.graph.own_code import PLAIN, NoGraphError, OwnCall, own_code_running
 from paceline.graph.skeleton import skeleton
 from paceline.graph.writes import memories_of, storage_of, written_inputs
 from paceline.nouns.errors import WorkloadError
+from paceline.torch_private.modules import CALL, FLAT_WEIGHTS, HOOKS, NormBase, list_weights_again
+from paceline.torch_private.operations import (
+    DisableTorchFunction,
+    FakeTensor,
+    TorchDispatchMode,
+    disable_current_modes,
+    is_functorch_wrapped_tensor,
+    no_python_dispatcher,
+)
+from paceline.torch_private.tensors import TreeSpec, storage_key, tree_flatten, tree_leaves, tree_unflatten
 
 _OF_TORCH = frozenset(vars(torch.nn.Module()))  # what torch itself keeps in a module's dictionary
 _MISSING = object()
 _LARGE = 1 << 22  # elements
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _generator = torch.default_generator  # by another name: while a model is traced, torch's own refuses to be seeded
 _FIX = "train it by replicate or shard, which run the model's own code"
 Attributes = dict[tuple[str, str], tuple[Any, Any]]  # by path and name: a value, and the items of a container
 Place = tuple[torch.nn.Module, str, str]  # of a state: who holds it, in `_parameters` or `_buffers`, by which key
 PATHS: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()  # of the copies that run
-_CALL = torch.nn.Module._call_impl.__code__
 
 
 class _NotKeptError(NoGraphError):
@@ -63,14 +65,14 @@ class OwnModules:
     """Which modules of a model run by their own code.
 
     Attributes:
-        why: the reason of each, by its path, as shown to people.
-        impossible: paths of those that can't, and why.
+        reasons: the reason of each module, by its path, as shown to users.
+        impossible: the reasons of modules that can't, by their paths.
         first: the refusal that each is there for.
         callers: the paths of the modules that call each one, the innermost first.
         copies: a copy of each, which runs; its tensors are put in for each call.
     """
 
-    why: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
     impossible: dict[str, str] = field(default_factory=dict)
     first: dict[str, WorkloadError] = field(default_factory=dict)
     callers: dict[str, list[str]] = field(default_factory=dict)
@@ -78,16 +80,16 @@ class OwnModules:
 
     @property
     def notices(self) -> list[str]:
-        """Return what the person should know of them: a line for each reason."""
+        """Return notices for the user about these modules: a line for each reason."""
         paths: dict[str, list[str]] = {}
-        for path, why in self.why.items():
-            paths.setdefault(why, []).append(path)
+        for path, reason in self.reasons.items():
+            paths.setdefault(reason, []).append(path)
         lines = []
-        for why, alike in paths.items():
-            others = f" and {len(alike) - 1} like it" if len(alike) > 1 else ""
-            run = "run by their own code" if others else "runs by its own code"
+        for reason, alike in paths.items():
+            more = f" and {len(alike) - 1} like it" if len(alike) > 1 else ""
+            run = "run by their own code" if more else "runs by its own code"
             lines.append(
-                f"{alike[0]}{others} {run}, on whole values, as {why}; "
+                f"{alike[0]}{more} {run}, on whole values, as {reason}; "
                 "`paceline plan` does not count what is held within"
             )
         return lines
@@ -102,16 +104,16 @@ class OwnModules:
         refusal = WorkloadError(error.asked, error.found, error.fix)
         called = _called_modules(model, error.__cause__ or error)
         if isinstance(error, _NotKeptError):
-            self.why.pop(error.path, None)
+            self.reasons.pop(error.path, None)
             self.impossible[error.path] = error.found
             refusal = self.first.get(error.path, refusal)
             called = called or self.callers.get(error.path, [])
         for number, path in enumerate(called):
-            if path in self.impossible or path in self.why:
+            if path in self.impossible or path in self.reasons:
                 continue
             for alike in _of_same_class(model, path):
                 if alike not in self.impossible:
-                    self.why[alike] = refusal.found
+                    self.reasons[alike] = refusal.found
                     self.first.setdefault(alike, refusal)
             self.callers[path] = called[number + 1 :]
             return
@@ -127,7 +129,7 @@ def _called_modules(model: torch.nn.Module, error: BaseException) -> list[str]:
     called: list[str] = []
     trace = error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_code is _CALL:
+        if trace.tb_frame.f_code is CALL:
             name = names.get(id(trace.tb_frame.f_locals["self"]))
             if name:
                 called.append(name)
@@ -136,7 +138,7 @@ def _called_modules(model: torch.nn.Module, error: BaseException) -> list[str]:
 
 
 def _of_same_class(model: torch.nn.Module, path: str) -> list[str]:
-    """Return the path and those of other modules of the same class, if it is the person's: they do the same."""
+    """Return the path and those of other modules of the same class, if it is the user's: they do the same."""
     kind = type(model.get_submodule(path))
     if kind.__module__.startswith("torch."):
         return [path]
@@ -147,33 +149,37 @@ class Leaks:
     """The values that were made while a module's own code ran at capture: a graph that has one would repeat it."""
 
     def __init__(self) -> None:
-        self.made: dict[int, tuple[StorageWeakRef, str]] = {}
+        self.storages: dict[int, tuple[StorageWeakRef, str]] = {}
 
     def note(self, tensor: torch.Tensor, path: str) -> None:
         """Note a value that the module at `path` made."""
         reference = StorageWeakRef(tensor.untyped_storage())
-        self.made[reference.cdata] = (reference, path)
+        self.storages[reference.cdata] = (reference, path)
 
     def check(self, constants: Sequence[Any]) -> None:
         """Raise where a constant of a graph is such a value."""
         for value in constants:
-            if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and not _is_wrapped(value):
-                reference, path = self.made.get(value.untyped_storage()._cdata, (None, ""))
+            if (
+                isinstance(value, torch.Tensor)
+                and not isinstance(value, FakeTensor)
+                and not is_functorch_wrapped_tensor(value)
+            ):
+                reference, path = self.storages.get(storage_key(value), (None, ""))
                 if reference is not None and not reference.expired():
                     raise _not_kept(path, "a value that it does not return is used outside it")
 
 
 @contextmanager
-def kept_modules(model: torch.nn.Module, own: OwnModules, leaks: Leaks) -> Iterator[None]:
+def kept_modules(model: torch.nn.Module, own_modules: OwnModules, leaks: Leaks) -> Iterator[None]:
     """While the model is traced, make each call of these modules one node of the graph."""
     before = []
-    for path in own.why:
+    for path in own_modules.reasons:
         module = model.get_submodule(path)
-        if path not in own.copies:
-            own.copies[path] = copy_of(module, path)
+        if path not in own_modules.copies:
+            own_modules.copies[path] = copy_of(module, path)
         before.append((module, vars(module).get("forward", _MISSING)))
-    for (module, _), path in zip(before, own.why, strict=True):
-        module.__dict__["forward"] = functools.partial(_kept_call, _Part(module, own.copies[path], path, leaks))
+    for (module, _), path in zip(before, own_modules.reasons, strict=True):
+        module.__dict__["forward"] = functools.partial(_kept_call, _Part(module, own_modules.copies[path], path, leaks))
     try:
         yield
     finally:
@@ -227,21 +233,21 @@ def _kept_call(part: _Part, *arguments: Any, **named: Any) -> Any:
     constants = [None if is_one else leaf for leaf, is_one in zip(leaves, is_tensor, strict=True)]
     tensors = [*states.values(), *(leaf for leaf, is_one in zip(leaves, is_tensor, strict=True) if is_one)]
     for name, module in part.module.named_modules():
-        if isinstance(module, _NormBase) and module.training:
+        if isinstance(module, NormBase) and module.training:
             # Its statistics are of the whole batch: other ranks may have a part of it.
             raise _not_kept(part.path, f"it has batch norm ({name or type(module).__name__})")
     for module, copy in zip(part.module.modules(), part.copy.modules(), strict=True):
-        if any(getattr(module, hooks).keys() != getattr(copy, hooks).keys() for hooks in _HOOKS):
+        if any(getattr(module, hooks).keys() != getattr(copy, hooks).keys() for hooks in HOOKS):
             raise _not_kept(part.path, f"hooks of its {type(module).__name__} are put on or taken off in forward")
     call = OwnModule(part, list(states), constants, is_tensor, form)
     call.kinds = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
     tracer: Any = mode.tracer
     proxies = [tracer.unwrap_proxy(tensor) for tensor in tensors]
     with disable_proxy_modes_tracing():
-        made = call(*tensors)
+        results = call(*tensors)
     node = tracer.create_proxy("call_function", call, tuple(proxies), {})
-    track_tensor_tree(made, node, constant=None, tracer=tracer)
-    every = list(made) if isinstance(made, tuple) else [made]
+    track_tensor_tree(results, node, constant=None, tracer=tracer)
+    every = list(results) if isinstance(results, tuple) else [results]
     # What it writes into its buffers is written by the graph: the call itself works on copies.
     with torch.no_grad():
         for name in reversed(call.written):
@@ -253,9 +259,9 @@ class OwnModule(OwnCall):
     """A module with the arguments of one call but for its tensors: its states, and then those that it was handed.
 
     Args:
-        part: the module.
-        names: of its states.
-        constants, is_tensor, form: of the other arguments; see `OwnCall`.
+        part: the module and its copy.
+        names: the names of its states.
+        constants, is_tensor, form: the description of the other arguments; see `OwnCall`.
 
     Attributes:
         written: the names of the buffers that it writes into; what it leaves in them comes after its results.
@@ -286,22 +292,22 @@ class OwnModule(OwnCall):
         self._results: tuple[list[Any], TreeSpec] | None = None  # what it returns, None where a tensor is
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
-        """Call the module; return its tensors alone: one, or a tuple.
+        """Call the module; return only its tensors: one, or a tuple.
 
         Raises:
             WorkloadError: how many it returns, or their shapes, depends on values, or it writes into its arguments.
         """
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return self._on_fakes(*tensors)
-        made = self._run(tensors)
-        if [tuple(tensor.shape) for tensor in made] != self._shapes:
+        outputs = self._run(tensors)
+        if [tuple(tensor.shape) for tensor in outputs] != self._shapes:
             raise self._not_kept("the shapes of what it returns depend on values")
         sources = [tensor for tensor in tensors if tensor.requires_grad]
         if sources and torch.is_grad_enabled():
             # The graph counts on a gradient's way back: other ranks may wait for it.
-            results = len(made) - len(self.written)
-            made = [_reached(tensor, sources, self.reaches_all) for tensor in made[:results]] + made[results:]
-        return made[0] if len(made) == 1 else tuple(made)
+            results = len(outputs) - len(self.written)
+            outputs = [_reached(tensor, sources, self.reaches_all) for tensor in outputs[:results]] + outputs[results:]
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def check_unwritten(self) -> None:
         """Raise WorkloadError if a result that others write into is a tensor that the module was handed."""
@@ -331,18 +337,18 @@ class OwnModule(OwnCall):
         with own_code_running():
             result = self.function(*arguments, **named)
         for (name, state), slots in zip(states.items(), self._slots, strict=True):
-            if any(_held(place) is not state for place in slots):
+            if any(_value_at(place) is not state for place in slots):
                 raise self._not_kept(f"it puts another tensor in the place of {name}")
         changed = [number for number, tensor in enumerate(handed) if tensor._version != versions[number]]
-        made = self._note_results(result, [self.names[number] if number < count else "" for number in changed])
+        outputs = self._note_results(result, [self.names[number] if number < count else "" for number in changed])
         # A copy of what it was handed: the graph takes every result for memory of its own.
-        memories = {tensor.untyped_storage()._cdata for tensor in handed}
-        for number, tensor in enumerate(made):
-            if tensor.untyped_storage()._cdata in memories:
+        memories = {storage_key(tensor) for tensor in handed}
+        for number, tensor in enumerate(outputs):
+            if storage_key(tensor) in memories:
                 self.returns_handed = True
                 self.check_unwritten()
-                made[number] = tensor.clone()
-        return [*made, *(states[name].detach() for name in self.written)]
+                outputs[number] = tensor.clone()
+        return [*outputs, *(states[name].detach() for name in self.written)]
 
     def _put(self, states: Mapping[str, torch.Tensor]) -> None:
         """Put tensors into the module that runs."""
@@ -351,7 +357,7 @@ class OwnModule(OwnCall):
                 getattr(owner, slot)[key] = states[name]
         for module in self.part.copy.modules():
             if isinstance(module, torch.nn.RNNBase):  # it holds its weights in a list, too
-                module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+                list_weights_again(module)
 
     def _note_results(self, result: Any, written: list[str]) -> list[torch.Tensor]:
         """Return the tensors that a call returns; all else must be the same in every call.
@@ -375,10 +381,10 @@ class OwnModule(OwnCall):
             self.written = written
         elif self._results != (constants, form):
             raise self._not_kept("what it returns beside tensors depends on values")
-        made = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if not made:
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if not tensors:
             raise self._not_kept("it returns no tensor")
-        return made
+        return tensors
 
     def _not_kept(self, found: str) -> _NotKeptError:
         return _not_kept(self.part.path, found)
@@ -389,11 +395,11 @@ class OwnModule(OwnCall):
         device = next(tensor.device for tensor in tensors)
         sources = [tensor for tensor in tensors if tensor.requires_grad and torch.is_grad_enabled()]
         with own_code_running():
-            made = _Unknown.apply(device, expected, len(self.written), *sources)  # type: ignore[no-untyped-call]
-        return made[0] if len(made) == 1 else made
+            outputs = _Unknown.apply(device, expected, len(self.written), *sources)  # type: ignore[no-untyped-call]
+        return outputs[0] if len(outputs) == 1 else outputs
 
     def _expected_of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return what a call returns for tensors of such shapes, on the meta device."""
+        """Return the results of a call for tensors of such shapes, on the meta device."""
         device = next(tensor.device.type for tensor in tensors)
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         key = (autocast, *((tuple(tensor.shape), tensor.dtype) for tensor in tensors))
@@ -409,11 +415,11 @@ class OwnModule(OwnCall):
         if device != "cpu" and not torch.get_device_module(device).is_available():
             device = "cpu"
         flops = FlopCounterMode(display=False)
-        empty = {name: _held(places[0]) for name, places in zip(self.names, self._slots, strict=True)}
+        empty = {name: _value_at(places[0]) for name, places in zip(self.names, self._slots, strict=True)}
         try:
             with ExitStack() as stack:
-                stack.enter_context(_disable_current_modes())
-                stack.enter_context(torch._C.DisableTorchFunction())
+                stack.enter_context(disable_current_modes())
+                stack.enter_context(DisableTorchFunction())
                 # Kernels in Python, which a trace prefers, may return other shapes (torch 2.11's LSTM).
                 stack.enter_context(no_python_dispatcher())
                 stack.enter_context(random_state_kept())
@@ -425,7 +431,7 @@ class OwnModule(OwnCall):
                 examples[count:] = [tensor.clone() for tensor in examples[count:]]
                 stack.enter_context(flops)
                 stack.enter_context(_Watch(self.part.path, self.part.leaks))
-                made = self._run(examples)
+                results = self._run(examples)
         except _NotKeptError:
             raise
         except Exception as error:
@@ -434,11 +440,13 @@ class OwnModule(OwnCall):
         finally:
             self._put(empty)
         if is_first:
-            self._shapes = [tuple(one.shape) for one in made]
+            self._shapes = [tuple(result.shape) for result in results]
             self._show_attributes(before)
             self.operations = float(flops.get_total_flops()) or _operations_of(tensors, len(self.names))
         _restore(copy, before)
-        return [torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta") for one in made]
+        return [
+            torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta") for result in results
+        ]
 
     def _show_attributes(self, before: Attributes) -> None:
         """Put what the code has set in its attributes into the module that is traced, without values.
@@ -512,17 +520,21 @@ class _Unknown(torch.autograd.Function):
     ) -> Any:
         """Return tensors as `expected` on `device`; no gradient flows through the last ones, `written` buffers."""
         ctx.sources = [(tuple(source.shape), source.dtype, source.device) for source in sources]
-        made = [torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=device) for one in expected]
-        results = len(made) - written
-        without = [one for number, one in enumerate(made) if number >= results or not one.is_floating_point()]
+        outputs = [
+            torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device) for tensor in expected
+        ]
+        results = len(outputs) - written
+        without = [
+            tensor for number, tensor in enumerate(outputs) if number >= results or not tensor.is_floating_point()
+        ]
         ctx.mark_non_differentiable(*without)
-        return tuple(made)
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return a gradient for each source."""
-        made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.sources]
-        return None, None, None, *made
+        gradients_of_sources = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.sources]
+        return None, None, None, *gradients_of_sources
 
 
 def _not_kept(path: str, found: str) -> _NotKeptError:
@@ -564,7 +576,7 @@ def _operations_of(tensors: Sequence[torch.Tensor], states: int) -> float:
     return 2.0 * weights * rows
 
 
-def _held(place: Place) -> Any:
+def _value_at(place: Place) -> Any:
     owner, slot, key = place
     return getattr(owner, slot).get(key)
 
@@ -588,7 +600,7 @@ def _attributes(module: torch.nn.Module) -> Attributes:
     found = {}
     for name, part in module.named_modules():
         for key, value in vars(part).items():
-            if key not in _OF_TORCH and key != "forward" and not key.startswith("_flat_weight"):
+            if key not in _OF_TORCH and key != "forward" and not key.startswith(FLAT_WEIGHTS):
                 items = list(value.items()) if isinstance(value, dict) else None
                 if isinstance(value, list | set):
                     items = list(value)
@@ -642,7 +654,9 @@ def note_written_results(graph: fx.Graph) -> None:
     Raises:
         WorkloadError: one of these is what the module was handed, which the code would write into, too.
     """
-    written = {storage_of(source) for node in graph.nodes for source in written_inputs(node)}
+    written: set[Any] = set()
+    for node in graph.nodes:
+        written.update(storage_of(source) for source in written_inputs(node))
     for node in graph.nodes:
         if isinstance(node.target, OwnModule) and memories_of(node) & written:
             node.target.is_written = True

@@ -16,7 +16,7 @@ class Split:
     blocks: tuple[int, ...]
 
     def size(self, rank: int, num_ranks: int) -> int:
-        """Return how much of the dimension piece `rank` has."""
+        """Return the size of piece `rank` in the dimension."""
         ranges = [block_range(block, rank, num_ranks) for block in self.blocks]
         return sum(stop - start for start, stop in ranges)
 

@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx
-from torch._functorch import apis, eager_transforms
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -17,9 +16,10 @@ from paceline.graph.own_code import NoGraphError, ctc_on_fakes, is_own_code_runn
 from paceline.graph.writes import user_line
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.patching import patched
+from paceline.torch_private.autograd import DIFFERENTIATES, apis, eager_transforms
+from paceline.torch_private.tensors import REQUIRES_GRAD, SET_REQUIRES_GRAD
 
 OWN_CODE = "train it by replicate or shard, which run the model's own code"
-_DIFFERENTIATES = ("grad_impl", "grad_and_value_impl", "_vjp_with_argnums", "_jvp_with_argnums")
 _SEED_MARK = 0x5EED_0F_7ACE  # a seed that nobody else is likely to set
 
 
@@ -51,20 +51,20 @@ def effects_as_written(states: Mapping[str, torch.Tensor]) -> Iterator[None]:
 
 @contextmanager
 def _gradients() -> Iterator[None]:
-    """Keep calls of the person's autograd functions, and refuse other gradients that no operation says."""
-    # The graph holds forward operations; autograd differentiates these anew. A backward pass that the person wrote
+    """Keep calls of the user's autograd functions, and refuse other gradients that no operation says."""
+    # The graph holds forward operations; autograd differentiates these anew. A backward pass that the user wrote
     # runs where the call is kept as it is.
     apply = vars(torch.autograd.Function)["apply"]
     hook: Callable[..., Any] = torch.Tensor.register_hook
     own_grad, own_backward = torch.autograd.grad, torch.autograd.backward
 
-    def refused(error: type[WorkloadError], what: str, name: str, fix: str) -> WorkloadError:
+    def refused(error: type[WorkloadError], action: str, name: str, fix: str) -> WorkloadError:
         asked = "to be split, the model's gradients should follow from its operations"
-        return error(asked, f"{what} {name} changes gradients", fix)
+        return error(asked, f"{action} {name} changes gradients", fix)
 
-    def kept(cls: Any, *arguments: Any, **named: Any) -> Any:
+    def checked_apply(cls: Any, *arguments: Any, **named: Any) -> Any:
         name = f"{cls.__module__}.{cls.__qualname__}"
-        if cls is CheckpointFunction:  # also in own code: some schedules ask for the inputs' gradients alone
+        if cls is CheckpointFunction:  # also in own code: some schedules ask only for the inputs' gradients
             fix = "use checkpoint(..., use_reentrant=False), or " + OWN_CODE
             raise refused(WorkloadError, "the autograd function", name, fix)
         # Those of non-reentrant checkpoint pass no gradient.
@@ -88,7 +88,7 @@ def _gradients() -> Iterator[None]:
 
     with (
         patched(torch.autograd, grad=only_in_own_code(own_grad), backward=only_in_own_code(own_backward)),
-        patched(torch.autograd.Function, apply=classmethod(kept)),
+        patched(torch.autograd.Function, apply=classmethod(checked_apply)),
         patched(torch.Tensor, register_hook=hooked),
     ):
         yield
@@ -104,17 +104,17 @@ def _inner_gradient(by: str) -> NoGraphError:
 
 @contextmanager
 def _lengths() -> Iterator[None]:
-    """Keep calls of the CTC loss, which reads lengths: it is no operation of shapes alone."""
+    """Keep calls of the CTC loss, which reads lengths: it is no operation only of shapes."""
     original = torch.nn.functional.ctc_loss
 
-    def kept(*arguments: Any, **named: Any) -> Any:
+    def kept_ctc_loss(*arguments: Any, **named: Any) -> Any:
         if is_own_code_running():
             return original(*arguments, **named)
         if "log_probs" in named:
             arguments = (named.pop("log_probs"), *arguments)
         return kept_call(original, "ctc_loss", arguments, named, ctc_on_fakes)
 
-    with patched(torch.nn.functional, ctc_loss=kept):
+    with patched(torch.nn.functional, ctc_loss=kept_ctc_loss):
         yield
 
 
@@ -122,20 +122,20 @@ def _lengths() -> Iterator[None]:
 def _frozen(states: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Refuse to change `requires_grad` of a parameter or buffer."""
     names = {id(tensor): name for name, tensor in states.items()}
-    flag: Any = torch._C.TensorBase.requires_grad
-    set_flag: Any = torch._C.TensorBase.requires_grad_
+    flag: Any = REQUIRES_GRAD
+    set_flag: Any = SET_REQUIRES_GRAD
 
-    def check(tensor: torch.Tensor, wanted: bool) -> None:
-        if id(tensor) in names and bool(flag.__get__(tensor)) != bool(wanted):
+    def check(tensor: torch.Tensor, requires_grad: bool) -> None:
+        if id(tensor) in names and bool(flag.__get__(tensor)) != bool(requires_grad):
             raise WorkloadError(
                 "the model's parameters should keep their requires_grad during the loss",
-                f"requires_grad of {names[id(tensor)]} is set to {wanted} at {user_line()}",
+                f"requires_grad of {names[id(tensor)]} is set to {requires_grad} at {user_line()}",
                 "set it in the model's factory and use parameter.detach() where no gradient is to flow, or " + OWN_CODE,
             )
 
-    def assign(tensor: torch.Tensor, wanted: bool) -> None:
-        check(tensor, wanted)
-        flag.__set__(tensor, wanted)
+    def assign(tensor: torch.Tensor, requires_grad: bool) -> None:
+        check(tensor, requires_grad)
+        flag.__set__(tensor, requires_grad)
 
     def call(tensor: torch.Tensor, requires_grad: bool = True) -> torch.Tensor:
         check(tensor, requires_grad)
@@ -149,10 +149,10 @@ def _refuse_seed(*arguments: Any, **named: Any) -> NoReturn:
     raise _seeded(f"at {user_line()}")
 
 
-def _seeded(where: str) -> WorkloadError:
+def _seeded(place: str) -> WorkloadError:
     return WorkloadError(
         "the model should not seed the random numbers that it draws",
-        f"it sets the state of torch's random numbers {where}",
+        f"it sets the state of torch's random numbers {place}",
         "seed with Workload(seed=...), or " + OWN_CODE,
     )
 
@@ -173,7 +173,7 @@ def _seeds() -> Iterator[None]:
     torch.Generator.set_state(guard, state)
     calls = dict.fromkeys(("manual_seed", "seed", "set_rng_state"), _refuse_seed)
     on_devices = calls | dict.fromkeys(("manual_seed_all", "seed_all", "set_rng_state_all"), _refuse_seed)
-    default.manual_seed(_SEED_MARK)  # seen by whoever holds it by another name; draws leave its first seed alone
+    default.manual_seed(_SEED_MARK)  # seen by whoever holds it by another name; draws keep its first seed
     try:
         with (
             patched(torch, default_generator=guard, **calls),
@@ -224,7 +224,9 @@ def _inference() -> Iterator[None]:
 def _casts() -> Iterator[None]:
     """Let modules be cast to what they are (`self.router.to(torch.float32)` in forward), and refuse other casts."""
 
-    def apply(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor], *rest: Any) -> torch.nn.Module:
+    def apply(
+        module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor], *options: Any
+    ) -> torch.nn.Module:
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if function(tensor) is not tensor:
                 raise WorkloadError(
@@ -274,6 +276,6 @@ def _vmap() -> Iterator[None]:
 
         return differentiated
 
-    taken = {name: differentiates(getattr(eager_transforms, name)) for name in _DIFFERENTIATES}
-    with patched(apis, vmap_impl=traced), patched(eager_transforms, **taken):
+    replaced = {name: differentiates(getattr(eager_transforms, name)) for name in DIFFERENTIATES}
+    with patched(apis, vmap_impl=traced), patched(eager_transforms, **replaced):
         yield

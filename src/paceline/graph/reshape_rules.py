@@ -55,13 +55,13 @@ def local_arguments(
 ) -> tuple[Any, tuple[Any, ...]]:
     """Return the operation and its further arguments on this rank's piece."""
     target: Any = node.target
-    rest = node.args[1:]
+    arguments = node.args[1:]
     if target in RESHAPES or target in _SQUEEZES:  # a piece may be one long where the whole is not
         assert isinstance(out, Split)
         return aten.reshape.default, (list(out.local_shape(shape_of(node), rank, num_ranks)),)
     if target is aten.expand.default:
         assert isinstance(out, Split)
-        return target, (list(out.local_shape(shape_of(node), rank, num_ranks)), *rest[1:])
+        return target, (list(out.local_shape(shape_of(node), rank, num_ranks)), *arguments[1:])
     # Along the split dimension the sizes of the whole are wrong for a piece.
     if target in _SPLITTERS and _dim_of(node, _SPLITTERS[target]) == split.dim:
         sizes = [piece.size(rank, num_ranks) for piece in out]  # type: ignore[union-attr]
@@ -71,7 +71,7 @@ def local_arguments(
         start = Split(split.dim, split.blocks[:first]).size(rank, num_ranks)
         length = Split(split.dim, split.blocks[first : first + count]).size(rank, num_ranks)
         return aten.slice.Tensor, (split.dim, start, start + length)
-    return target, rest
+    return target, arguments
 
 
 def _dim_of(node: fx.Node, place: int, otherwise: int = 0) -> int:
@@ -120,18 +120,18 @@ def _groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[int, 
     while i < len(before) or j < len(after):
         start_i = i
         start_j = j
-        left = 1
+        size_before = 1
         right = 1
         if i < len(before):
-            left = before[i]
+            size_before = before[i]
             i += 1
         if j < len(after):
             right = after[j]
             j += 1
-        while left != right:
-            takes_input = left < right and i < len(before)
+        while size_before != right:
+            takes_input = size_before < right and i < len(before)
             if takes_input or j >= len(after):
-                left *= before[i]
+                size_before *= before[i]
                 i += 1
             else:
                 right *= after[j]
@@ -187,7 +187,7 @@ def _expand(node: fx.Node, split: Split, num_ranks: int) -> Carried:
 
 def _select(node: fx.Node, split: Split, num_ranks: int) -> Carried:
     dim = _dim_of(node, 1)
-    if dim == split.dim:  # the output would be on one rank alone
+    if dim == split.dim:  # the output would be on only one rank
         return None
     return Split(split.dim - (dim < split.dim), split.blocks)
 
@@ -223,19 +223,19 @@ def _split(node: fx.Node, split: Split, num_ranks: int) -> Carried:
     pieces: list[Split | None] = []
     remaining = list(split.blocks)
     for output in outputs:
-        taken: list[int] = []
+        blocks: list[int] = []
         # Each output takes whole blocks, so that a rank's piece of it is part of the rank's piece of the input.
-        while remaining and total_of(taken) < output.shape[dim]:
-            taken.append(remaining.pop(0))
-        if total_of(taken) != output.shape[dim]:  # it cuts a block
+        while remaining and total_of(blocks) < output.shape[dim]:
+            blocks.append(remaining.pop(0))
+        if total_of(blocks) != output.shape[dim]:  # it cuts a block
             return None
-        pieces.append(Split(dim, tuple(taken)))
+        pieces.append(Split(dim, tuple(blocks)))
     return pieces
 
 
 def _unbind(node: fx.Node, split: Split, num_ranks: int) -> Carried:
     dim = _dim_of(node, 1)
-    if dim == split.dim:  # each output would be on one rank alone
+    if dim == split.dim:  # each output would be on only one rank
         return None
     return [Split(split.dim - (dim < split.dim), split.blocks)] * len(node.meta["val"])
 

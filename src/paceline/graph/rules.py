@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from paceline.graph.context.context_rules import sequence_exchange
 from paceline.graph.labels import (
     Labels,
     Spec,
@@ -27,8 +28,8 @@ from paceline.graph.labels import (
     unless_broadcast,
 )
 from paceline.graph.reshape_rules import shape_of
-from paceline.graph.rules_context import sequence_exchange
 from paceline.graph.rules_reduce import cross_entropy, pairwise_loss, reduce, sum_all, vector_norm
+from paceline.torch_private.operations import OpOverload, schema_of
 
 aten = torch.ops.aten
 
@@ -39,58 +40,22 @@ def spec_of(node: fx.Node) -> Spec | None:
     if rule is not None:
         return rule(node)
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return sequence_exchange(node)
     # torch tags its own element-wise operations, so most need no rule here.
-    if torch.Tag.pointwise in target.tags or target._schema.name.removeprefix("aten::") in _ALSO_POINTWISE:
+    if torch.Tag.pointwise in target.tags or schema_of(target).name.removeprefix("aten::") in _ALSO_POINTWISE:
         return pointwise(node)
     return None
 
 
 # Composite operations, which carry no tags.
-_ALSO_POINTWISE = frozenset(
-    [
-        "__and__",
-        "__or__",
-        "__xor__",
-        "__lshift__",
-        "__rshift__",
-        "where",
-        "masked_fill",
-        "square",
-        "true_divide",
-        "rsub",
-        "clip",
-        "not_equal",
-        "greater",
-        "less",
-        "greater_equal",
-        "less_equal",
-        "selu",
-        "relu6",
-        "absolute",
-        "negative",
-        "multiply",
-        "subtract",
-        "divide",
-        "float_power",
-        "logical_and",
-        "logical_or",
-        "logical_not",
-        "logical_xor",
-        "type_as",
-        "to",
-        "_to_copy",
-        "clone",
-        "contiguous",
-        "detach",
-        "alias",
-        "dropout",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-    ]
-)
+_COMPOSITE = """
+    __and__ __or__ __xor__ __lshift__ __rshift__ where masked_fill square true_divide rsub clip not_equal
+    greater less greater_equal less_equal selu relu6 absolute negative multiply subtract divide float_power
+    logical_and logical_or logical_not logical_xor type_as to _to_copy clone contiguous detach alias dropout
+    zeros_like ones_like full_like
+"""
+_ALSO_POINTWISE = frozenset(_COMPOSITE.split())
 
 
 def pointwise(node: fx.Node) -> Spec | None:
@@ -136,8 +101,8 @@ def _addmm(node: fx.Node) -> Spec | None:
 
 
 def _matmul(node: fx.Node) -> Spec | None:
-    left, right = (shape_of(source) for source in tensor_inputs(node)[:2])
-    if len(left) < 2 or len(right) < 2:
+    first, second = (shape_of(source) for source in tensor_inputs(node)[:2])
+    if len(first) < 2 or len(second) < 2:
         return None
     rank = len(shape_of(node)) - 2
     outer = outer_labels(rank)
@@ -147,7 +112,7 @@ def _matmul(node: fx.Node) -> Spec | None:
         return unless_broadcast(outer[rank - len(batch_shape) :], batch_shape)
 
     # (.. m i) @ (.. i o) -> (.. m o); either may lack leading dimensions, or have them of size 1
-    labels: tuple[Labels, ...] = ((*batch(left), "m", "i"), (*batch(right), "i", "o"))
+    labels: tuple[Labels, ...] = ((*batch(first), "m", "i"), (*batch(second), "i", "o"))
     return Spec(labels, (*batch(shape_of(node)), "m", "o"), frozenset("i"), True)
 
 
@@ -173,8 +138,8 @@ def _einsum(node: fx.Node) -> Spec | None:
     equation = str(node.args[0]).replace(" ", "")
     if "." in equation or "->" not in equation:
         return None
-    left, out = equation.split("->")
-    terms = left.split(",")
+    inputs, out = equation.split("->")
+    terms = inputs.split(",")
     if len(terms) > 2 or any(len(set(term)) != len(term) for term in terms):
         return None
     labels = []

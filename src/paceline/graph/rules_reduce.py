@@ -18,7 +18,7 @@ def reduce(node: fx.Node) -> Spec | None:
     """Label a mean, sum or largest along dimensions."""
     (source,) = tensor_inputs(node)
     rank = len(shape_of(source))
-    dims = _dims_of(argument(node, 1, "dim"), rank)
+    dims = dims_of(argument(node, 1, "dim"), rank)
     keeps_dims = bool(argument(node, 2, "keepdim", False))
     after = labels_without(dims, rank)
     output = after if keeps_dims else _dropped(after, dims)
@@ -28,7 +28,7 @@ def reduce(node: fx.Node) -> Spec | None:
     return Spec((after,), output)
 
 
-def _dims_of(dims: Any, rank: int) -> set[int]:
+def dims_of(dims: Any, rank: int) -> set[int]:
     """Return the dimensions that an argument names, counted from the first; all where it names none."""
     if isinstance(dims, int):
         dims = [dims]

@@ -15,6 +15,7 @@ from torch import fx
 from paceline.graph.labels import tensor_inputs
 from paceline.graph.placement import Split
 from paceline.graph.reshape_rules import shape_of
+from paceline.torch_private.operations import OpOverload, schema_of
 
 aten = torch.ops.aten
 Samples = Split | tuple[Split | None, ...] | None  # where they lie in a result, or in each of several
@@ -57,16 +58,16 @@ _RECURRENT = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_rel
 
 
 def samples_after(node: fx.Node, now: Sequence[Any], samples: int) -> Samples:
-    """Return where the samples lie in what `node` returns; None where they mix.
+    """Return the split of the samples in the result of `node`; None where they mix.
 
     Args:
-        node: an operation.
-        now: of each tensor input where its samples lie; None for what has none.
-        samples: their number.
+        node: an operation of the graph.
+        now: for each tensor input, the split of its samples; None for an input without samples.
+        samples: the number of samples.
     """
-    if not isinstance(node.target, torch._ops.OpOverload) or not now:
+    if not isinstance(node.target, OpOverload) or not now:
         return None
-    name = node.target._schema.name.removeprefix("aten::")
+    name = schema_of(node.target).name.removeprefix("aten::")
     if node.target in _RULES:
         return _RULES[node.target](node, now, samples)
     first = now[0]
@@ -83,7 +84,7 @@ def samples_after(node: fx.Node, now: Sequence[Any], samples: int) -> Samples:
 
 def _argument(node: fx.Node, name: str) -> Any:
     """Return an argument by its name, or its default."""
-    for place, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+    for place, argument in enumerate(schema_of(node.target).arguments):  # type: ignore[arg-type]
         if argument.name == name:
             if place < len(node.args):
                 return node.args[place]
@@ -175,8 +176,8 @@ def _probed(node: fx.Node, placement: Split, samples: int) -> Samples:
         by_sample = is_number.movedim(dim, 0).unflatten(0, (samples, size // samples))
         if not bool((by_sample == by_sample[:1]).all()):
             continue  # what is filled up depends on a sample's place
-        wanted = _sample_numbers(moved.dim(), dim, size, samples)
-        if bool(((moved == wanted) | ~is_number).all()):
+        expected = _sample_numbers(moved.dim(), dim, size, samples)
+        if bool(((moved == expected) | ~is_number).all()):
             return Split(dim, (size,))
     return None
 
@@ -260,14 +261,14 @@ def _picked_by_samples(indices: list[fx.Node], placements: Sequence[Any], start:
 
 def _cdist(node: fx.Node, now: Sequence[Any], samples: int) -> Samples:
     """Place the samples of distances between two sets of rows, the last but one dimension of each."""
-    left, right = now[:2]
+    first, second = now[:2]
     rank = len(shape_of(tensor_inputs(node)[0]))
-    if not isinstance(left, Split):
+    if not isinstance(first, Split):
         return None
-    if left.dim == rank - 2 and right is None:
-        return Split(len(shape_of(node)) - 2, left.blocks)
-    if left.dim < rank - 2 and right in (None, left):
-        return left if len(shape_of(node)) == rank else None
+    if first.dim == rank - 2 and second is None:
+        return Split(len(shape_of(node)) - 2, first.blocks)
+    if first.dim < rank - 2 and second in (None, first):
+        return first if len(shape_of(node)) == rank else None
     return None
 
 
@@ -335,17 +336,17 @@ def _einsum(node: fx.Node, now: Sequence[Any], samples: int) -> Samples:
 
 def _letters_of(equation: str, ranks: list[int]) -> tuple[list[list[str]], list[str]]:
     """Return the letters of each input's dimensions, and of the result's; an ellipsis gives numbers, from the right."""
-    left, arrow, right = equation.replace(" ", "").partition("->")
-    rest = []
+    terms_text, arrow, right = equation.replace(" ", "").partition("->")
+    counts = []
     terms = []
-    for term, rank in zip(left.split(","), ranks, strict=True):
+    for term, rank in zip(terms_text.split(","), ranks, strict=True):
         before, dots, after = term.partition("...")
         count = rank - len(before) - len(after) if dots else 0
-        rest.append(count)
+        counts.append(count)
         terms.append([*before, *map(str, range(count - 1, -1, -1)), *after])
-    outer = list(map(str, range(max(rest) - 1, -1, -1)))
+    outer = list(map(str, range(max(counts) - 1, -1, -1)))
     if not arrow:  # every letter that is there once, in the order of the alphabet
-        every = [letter for term in left.replace("...", "").split(",") for letter in term]
+        every = list(terms_text.replace("...", "").replace(",", ""))
         return terms, [*outer, *sorted(letter for letter in set(every) if every.count(letter) == 1)]
     before, dots, after = right.partition("...")
     return terms, [*before, *(outer if dots else []), *after]

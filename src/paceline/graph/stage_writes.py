@@ -8,7 +8,7 @@ import torch
 
 from paceline.comm.collectives import AxisComm
 from paceline.graph.capture import Captured
-from paceline.graph.dry_run import fake_state, ledger_of, mode_of
+from paceline.graph.fake_run import fake_state, ledger_of, mode_of
 from paceline.graph.stages import Stage
 from paceline.graph.writes import Write, check_same_writes, run_on_fakes
 from paceline.nouns.errors import WorkloadError

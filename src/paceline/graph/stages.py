@@ -1,7 +1,7 @@
 """Cut a captured graph into pipeline stages of about equal cost.
 
-What depends on the batch alone (masks, positions) is computed again in every stage that needs it; all else
-crosses from one stage to the next, and is passed on by stages that only need to hand it further.
+Values that depend only on the batch (masks, positions) are computed again in every stage that needs them; all others
+cross from one stage to the next, and are passed on by stages that only need to hand them further.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ import torch
 from torch import fx
 
 from paceline.graph.capture import Captured
-from paceline.graph.find_experts import find_experts
+from paceline.graph.expert.find_experts import find_experts
 from paceline.graph.functional import state_groups, written_groups
 from paceline.graph.labels import node_order, tensor_inputs
-from paceline.graph.layout import gradients_of
 from paceline.graph.own_code import OwnCall
-from paceline.graph.sharding_strategies import operations
-from paceline.graph.writes import running_statistics, storage_of, written_inputs
+from paceline.graph.tensor.choices import operations
+from paceline.graph.tensor.tensor_layout import gradients_of
+from paceline.graph.writes import memory_written, storage_of
 from paceline.nouns.errors import PlanError
+from paceline.torch_private.operations import OpOverload
 
 Owners = dict[str, tuple[int, ...]]  # of each state the stages that use it, in rising order
 _MOST_PLACES = 200  # to cut that are tried: the search takes the square of their number
@@ -65,9 +66,9 @@ def assign_stages(captured: Captured, count: int, first: Assignment | None = Non
     """Return the stage of every node that is not computed anew wherever it is needed.
 
     Args:
-        captured: the graph.
-        count: stages.
-        first: how an earlier graph of the same model was cut; states stay where it put them.
+        captured: the captured graph.
+        count: the number of stages.
+        first: the assignment of an earlier graph of the same model; states stay where it put them.
 
     Raises:
         PlanError: there are fewer places to cut than stages need.
@@ -76,7 +77,7 @@ def assign_stages(captured: Captured, count: int, first: Assignment | None = Non
     calls = [node for node in captured.graph.nodes if node.op == "call_function"]
     nodes = [node for node in calls if node not in anew]
     if first is not None:
-        if [_what(node) for node in nodes] == first.targets:  # the same code, other shapes
+        if [_operation_of(node) for node in nodes] == first.targets:  # the same code, other shapes
             return dict(zip(nodes, first.stages, strict=True))
         return _by_owner(captured, nodes, first.owners)
     if count == 1:
@@ -92,13 +93,13 @@ def assign_stages(captured: Captured, count: int, first: Assignment | None = Non
 
 
 def assignment_of(captured: Captured, stages: Mapping[fx.Node, int]) -> Assignment:
-    """Return what later graphs need to know of this one."""
-    targets = [_what(node) for node in stages]
+    """Return the facts of this graph that later graphs of the model need."""
+    targets = [_operation_of(node) for node in stages]
     return Assignment(targets, list(stages.values()), owners_of(captured, stages))
 
 
-def _what(node: fx.Node) -> object:
-    """Return what a node runs, as it compares with that of another graph of the same code."""
+def _operation_of(node: fx.Node) -> object:
+    """Return the operation of a node, to be compared with that of another graph of the same code."""
     return node.target.__name__ if isinstance(node.target, OwnCall) else node.target
 
 
@@ -112,7 +113,7 @@ def owners_of(captured: Captured, stages: Mapping[fx.Node, int]) -> Owners:
 
 
 def computed_anew(captured: Captured) -> set[fx.Node]:
-    """Return the nodes that depend on the batch, plain numbers and unwritten buffers alone, and draw nothing."""
+    """Return the nodes that depend only on the batch, plain numbers and unwritten buffers, and draw nothing."""
     groups = written_groups(captured.graph)
     sent: set[int] = set()  # memory whose content is sent to other stages, and not computed anew
     while True:
@@ -127,7 +128,7 @@ def computed_anew(captured: Captured) -> set[fx.Node]:
 
 def _plain_nodes(captured: Captured, groups: Mapping[fx.Node, int], sent: set[int]) -> set[fx.Node]:
     """Return the nodes that every stage can compute, without those that lie in memory which is sent."""
-    written = _written_memory(captured)
+    written = memory_written(captured.graph)
     # Every rank of the pipeline has the batch and all unwritten buffers, so these values need no message.
     plain: set[fx.Node] = set(captured.inputs)
     for name, state in captured.states.items():
@@ -141,15 +142,6 @@ def _plain_nodes(captured: Captured, groups: Mapping[fx.Node, int], sent: set[in
         if is_plain:
             plain.add(node)
     return plain
-
-
-def _written_memory(captured: Captured) -> set[int | None]:
-    """Return the memory that any operation of the graph writes into."""
-    written: set[int | None] = set()
-    for node in captured.graph.nodes:
-        for source in [*written_inputs(node), *running_statistics(node)]:
-            written.add(storage_of(source))
-    return written
 
 
 def cut_out(captured: Captured, stages: Mapping[fx.Node, int], count: int) -> list[Stage]:
@@ -199,7 +191,7 @@ def _crossing_values(
 def _draws(node: fx.Node) -> bool:
     """True if a node draws random numbers; composite `dropout` carries no tag."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
     return torch.Tag.nondeterministic_seeded in target.tags or target is torch.ops.aten.dropout.default
 
@@ -229,7 +221,7 @@ class _Facts:
 
 
 def _closure(node: fx.Node, stages: Mapping[fx.Node, int], facts: _Facts) -> tuple[list[fx.Node], set[fx.Node]]:
-    """Return what must be computed anew for `node`, in order, and the staged values that it needs (normally none)."""
+    """Return the nodes to compute anew for `node`, in order, and the staged values that it needs (normally none)."""
     anew: set[fx.Node] = set()
     staged: set[fx.Node] = set()
     pending = [node]
@@ -240,10 +232,10 @@ def _closure(node: fx.Node, stages: Mapping[fx.Node, int], facts: _Facts) -> tup
         elif current.op == "call_function" and current not in anew:
             anew.add(current)
             pending.extend(current.all_input_nodes)
-            # Operations that write into one memory belong together: a copy of one alone would read an unwritten value.
+            # Operations that write into one memory belong together: a copy of only one would read an unwritten value.
             if current in facts.groups:
                 together = facts.members[facts.groups[current]]
-                pending.extend(other for other in together if other.op == "call_function")
+                pending.extend(writer for writer in together if writer.op == "call_function")
     return sorted(anew, key=facts.order.__getitem__), staged
 
 
@@ -380,11 +372,11 @@ def _shares_before(nodes: list[fx.Node]) -> list[float]:
     """Return for each node which share of the whole work lies before it, 0 to 1."""
     work = [operations(node) for node in nodes]
     total = sum(work)
-    done = 0.0
+    amount_before = 0.0
     shares = []
     for amount in work:
-        shares.append(done / total if total else 0.0)
-        done += amount
+        shares.append(amount_before / total if total else 0.0)
+        amount_before += amount
     return shares
 
 
@@ -393,8 +385,8 @@ def _fastest_ends(positions: list[float], costs: list[float], count: int) -> lis
 
     Args:
         positions: the share of the work before each possible end; the last end is the graph's.
-        costs: what it costs to cut at each, in the same unit.
-        count: stages.
+        costs: the cost to cut at each, in the same unit.
+        count: the number of stages.
     """
     # The search takes count * places^2 / 2 steps.
     # best[k][j]: the slowest of k + 1 stages when the last of them ends at j, and where the one before ended
@@ -459,7 +451,9 @@ def _tied_together(captured: Captured, index_of: Mapping[fx.Node, int]) -> list[
             continue
         for shared in memories:  # no other stage has what was written
             groups.setdefault(shared, []).append(index_of[node])
-    layers = [[index_of[node] for node in layer.roles if node in index_of] for layer in find_experts(captured)]
+    layers = []
+    for layer in find_experts(captured):
+        layers.append([index_of[node] for node in layer.roles if node in index_of])
     return [*groups.values(), *layers]
 
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.nouns.errors import WorkloadError
+from paceline.torch_private.operations import FakeTensor, OpOverload, TorchDispatchMode, schema_of
+from paceline.torch_private.tensors import storage_key
 
 aten = torch.ops.aten
 # Norms that update running statistics, which their schema does not say: arguments 3 and 4, where argument 5 is set.
@@ -36,7 +36,7 @@ class Write:
 
     Attributes:
         state: the parameter's or buffer's name.
-        operation: e.g. "aten.add_.Tensor".
+        operation: the operation's name, such as "aten.add_.Tensor".
         line: "file:line" of the code that asked for it.
     """
 
@@ -58,22 +58,22 @@ class WriteLog(TorchDispatchMode):
     def __init__(self, states: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         # The caller holds the states, so no other tensor gets their addresses.
-        self.names = {_memory(tensor): name for name, tensor in states.items()}
+        self.names = {storage_key(tensor): name for name, tensor in states.items()}
         self.writes: list[Write] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at the arguments, then run the operation."""
         # Some schemas of batch norm mark no argument as written, although the kernel updates the statistics in place.
         named = kwargs or {}
-        if "batch_norm" in function._schema.name and len(args) > 5:  # which one runs depends on more than the model
+        if "batch_norm" in schema_of(function).name and len(args) > 5:  # which one runs depends on more than the model
             # In evaluation the kernel may be one that takes no such argument: number 5 is its momentum.
-            is_training = args[5] and not function._schema.name.endswith(("_no_training", "_no_update"))
+            is_training = args[5] and not schema_of(function).name.endswith(("_no_training", "_no_update"))
             statistics = args[3:5] if is_training else ()
             for value in statistics:
                 if isinstance(value, torch.Tensor):  # one overload has no statistics, and other arguments there
                     self._note("aten.batch_norm", value)
-        elif function._schema.is_mutable:
-            for value in written_values(function._schema, args, named):
+        elif schema_of(function).is_mutable:
+            for value in written_values(schema_of(function), args, named):
                 self._note(str(function), value)
         return function(*args, **named)
 
@@ -84,7 +84,7 @@ class WriteLog(TorchDispatchMode):
                 f"{function} at {user_line()} writes into a tensor of shape {tuple(value.shape)} that is neither",
                 "register it in the model: self.register_buffer(name, tensor)",
             )
-        name = self.names.get(_memory(value))
+        name = self.names.get(storage_key(value))
         if name is not None:
             self.writes.append(Write(name, function, user_line()))
 
@@ -113,9 +113,9 @@ def user_line() -> str:
 
 def written_inputs(node: fx.Node) -> list[fx.Node]:
     """Return the inputs that this node's schema says it writes into; a norm's statistics are not among them."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return []
-    values = written_values(node.target._schema, node.args, node.kwargs)
+    values = written_values(schema_of(node.target), node.args, node.kwargs)
     return [value for value in values if isinstance(value, fx.Node)]
 
 
@@ -129,33 +129,31 @@ def running_statistics(node: fx.Node) -> list[fx.Node]:
 def storage_of(node: fx.Node) -> int | None:
     """Return the number of the memory that a node's tensor lies in, or None when it is no tensor."""
     value = node.meta.get("val")
-    return _memory(value) if isinstance(value, torch.Tensor) else None
+    return storage_key(value) if isinstance(value, torch.Tensor) else None
 
 
 def memories_of(node: fx.Node) -> set[int]:
     """Return the numbers of the memory of a node's tensor, or of its several tensors."""
-    return {_memory(tensor) for tensor in _tensors_of(node.meta.get("val"))}
+    return {storage_key(tensor) for tensor in _tensors_of(node.meta.get("val"))}
 
 
-def states_written(graph: fx.Graph, states: Mapping[str, fx.Node]) -> dict[fx.Node, set[str]]:
-    """Return for every node that writes into states, through views too, the states' names."""
-    names = {storage_of(node): name for name, node in states.items()}
-    writers: dict[fx.Node, set[str]] = {}
-    for node in graph.nodes:
-        for source in [*written_inputs(node), *running_statistics(node)]:
-            shared = storage_of(source)
-            if shared in names:
-                writers.setdefault(node, set()).add(names[shared])
-    return writers
+def written_by(node: fx.Node) -> set[int | None]:
+    """Return the memory that a node writes into, through views too; that of a norm's statistics is among it."""
+    return {storage_of(source) for source in [*written_inputs(node), *running_statistics(node)]}
 
 
-def check_same_writes(expected: Sequence[Write], actual: Sequence[Write], what: str) -> None:
+def memory_written(graph: fx.Graph) -> set[int | None]:
+    """Return the memory that any operation of a graph writes into."""
+    return set().union(*map(written_by, graph.nodes))
+
+
+def check_same_writes(expected: Sequence[Write], actual: Sequence[Write], graph_name: str) -> None:
     """Raise WorkloadError unless a graph writes into every state as the model's code did, write for write.
 
     Args:
-        expected: what the code wrote.
-        actual: what the graph wrote.
-        what: the graph, for the message.
+        expected: the writes of the code.
+        actual: the writes of the graph.
+        graph_name: the graph's name, for the message.
     """
     for state in dict.fromkeys(write.state for write in expected):  # each once, in order
         missing = [write for write in expected if write.state == state]
@@ -169,7 +167,7 @@ def check_same_writes(expected: Sequence[Write], actual: Sequence[Write], what: 
                 missing.remove(same)
         raise WorkloadError(
             "the split model should write to its buffers as the model does",
-            f"{missing[0].operation} at {missing[0].line} writes into {state}, and {what} would not",
+            f"{missing[0].operation} at {missing[0].line} writes into {state}, and {graph_name} would not",
             "write once, by buffer.copy_(new value) under torch.no_grad(), or train it by replicate or shard",
         )
 
@@ -183,8 +181,8 @@ def run_on_fakes(
     """Run a graph on fake tensors; return what it writes into its states, and the value of every node.
 
     Args:
-        graph: of operations.
-        placeholders: a fake tensor for each.
+        graph: a graph of operations.
+        placeholders: a fake tensor for each placeholder.
         states: which placeholders are states.
         constants: tensors by the name of their `get_attr` node.
     """
@@ -209,8 +207,3 @@ def written_values(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         value = args[number] if number < len(args) else kwargs.get(argument.name)
         written.extend(value if isinstance(value, list | tuple) else [value])
     return [value for value in written if value is not None]
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    # The address of the storage object: views of one memory share it.
-    return int(tensor.untyped_storage()._cdata)

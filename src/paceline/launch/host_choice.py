@@ -1,4 +1,4 @@
-"""Choose a job's hosts and its number of ranks from what a command line says of both."""
+"""Choose a job's hosts and its number of ranks by the command line."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str | None) -> Shape | None:
-        """Read `2x8`; None is none.
+        """Read a shape such as `2x8`; None stays None.
 
         Raises:
-            UsageError: it can't be read.
+            UsageError: the text is no shape.
         """
         if text is None:
             return None
@@ -39,37 +39,39 @@ class Shape:
 
     @property
     def ranks(self) -> int:
-        """Ranks of the job."""
+        """Return the number of ranks of the job."""
         return self.nodes * self.ranks_per_node
 
     def __str__(self) -> str:
         return f"{self.nodes}x{self.ranks_per_node}"
 
 
-def check_accelerators(ranks: int, accelerators: int, called: str, fix: str) -> None:
+def check_accelerators(ranks: int, accelerators: int, called: str, fix: str, setting: str) -> None:
     """Raise UsageError where a node has fewer accelerators than ranks.
 
     Args:
-        ranks: of a node.
-        accelerators: of a node.
-        called: what they are, such as "GPUs".
-        fix: the error's last line.
+        ranks: the number of ranks of a node.
+        accelerators: the number of accelerators of a node.
+        called: the accelerators' name in the error, such as "GPUs".
+        fix: the last line of the error.
+        setting: the name of the setting that says how many accelerators a node has.
     """
     if ranks > accelerators:
         raise UsageError(
             f"{ranks} ranks on a node with {accelerators} {called}",
             "each rank takes one, and where there are fewer, all ranks of the node train on its CPU",
             fix,
+            settings=(setting,),
         )
 
 
 def choose_hosts(listed: str | None, hostfile: Path | None, shape: Shape | None) -> tuple[Host, ...]:
-    """Return the hosts that were named; with a shape so many of them, with so many slots each.
+    """Return the hosts that were named; with a shape only as many as it has, with its number of slots each.
 
     Args:
-        listed: as -H has them.
-        hostfile: with a host a line.
-        shape: from -j.
+        listed: the text of -H.
+        hostfile: the path of a file with a host a line.
+        shape: the value of -j.
 
     Raises:
         UsageError: they can't be read, are given twice, or have too few slots.
@@ -96,13 +98,13 @@ def _shaped(hosts: tuple[Host, ...], shape: Shape | None) -> tuple[Host, ...]:
 
 
 def choose_ranks(ranks: int | None, shape: Shape | None, hosts: Sequence[Host], is_in_plan: bool) -> int | None:
-    """Return how many ranks are asked for; None: they are left to the plan.
+    """Return the number of ranks that is asked for; None: the plan decides it.
 
     Args:
-        ranks: from -n.
-        shape: from -j.
-        hosts: of the job.
-        is_in_plan: the plan says itself how many ranks it covers.
+        ranks: the value of -n.
+        shape: the value of -j.
+        hosts: the hosts of the job.
+        is_in_plan: True where the plan itself says how many ranks it covers.
 
     Raises:
         UsageError: they contradict each other.

@@ -1,4 +1,4 @@
-"""Read hosts and their slots as people write them for Horovod, DeepSpeed and Open MPI: in arguments and in files."""
+"""Read hosts and their slots as users write them for Horovod, DeepSpeed and Open MPI: in arguments and in files."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from paceline.nouns.mesh import MOST_RANKS
 from paceline.nouns.names import is_name
 from paceline.nouns.reading import parse_whole, read_text, shown
 
-_LONGEST_SHOWN = 255  # characters of what was written
+_LONGEST_SHOWN = 255  # characters of the user's text in an error
 _SLOT_WORDS = ("slots", "max_slots", "max-slots")  # Open MPI's bound on oversubscribing is read, not used
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A host, and how many ranks it takes."""
+    """A host, and its number of slots: the ranks that it takes."""
 
     name: str
     slots: int = 1
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Read the hosts of `h1:4,h2:4`; `h1` alone has one slot, and an IPv6 address stands in brackets.
+    """Read the hosts of `h1:4,h2:4`; `h1` without a number has one slot, and an IPv6 address stands in brackets.
 
     Raises:
         UsageError: a host has no name, its slots are no number, or it is named twice.
@@ -69,22 +69,22 @@ def _of_word(word: str, text: str) -> Host:
     name = word
     slots = "1"
     if word.startswith("["):
-        name, _, rest = word[1:].partition("]")
-        slots = rest.removeprefix(":") if rest else "1"
+        name, _, port_part = word[1:].partition("]")
+        slots = port_part.removeprefix(":") if port_part else "1"
     elif word.count(":") == 1:  # more: an IPv6 address without brackets, which is a name as a whole
         name, slots = word.split(":")
     return Host(_name(name, text), _slots(slots, word, text))
 
 
-def _of_line(fields: Sequence[str], where: str) -> tuple[Host, bool]:
-    host = _of_word(fields[0], where)
+def _of_line(fields: Sequence[str], place: str) -> tuple[Host, bool]:
+    host = _of_word(fields[0], place)
     has_slots = ":" in fields[0]
     for word in fields[1:]:
         key, _, value = word.partition("=")
         if key not in _SLOT_WORDS:
-            raise UsageError(f"a host in {where}", f"it says {shown(word)}", "write `h1 slots=4` or `h1:4`")
+            raise UsageError(f"a host in {place}", f"it says {shown(word)}", "write `h1 slots=4` or `h1:4`")
         if key == "slots":
-            host = Host(host.name, _slots(value, word, where))
+            host = Host(host.name, _slots(value, word, place))
             has_slots = True
     return host, has_slots
 

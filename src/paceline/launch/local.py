@@ -1,6 +1,6 @@
 """Start a host's ranks of a job, through a fork server that imports torch once.
 
-Who supervises does not import torch; the fork server does, and each rank is a copy of it, ready in some
+The supervising process does not import torch; the fork server does, and each rank is a copy of it, ready in some
 milliseconds. Where forking is not safe (macOS, Windows) the same server starts fresh interpreters.
 """
 
@@ -17,8 +17,8 @@ import sys
 from dataclasses import asdict, dataclass, field
 
 from paceline.checkpoint.owner import DESCRIPTOR, TOKEN
+from paceline.launch.process_template import Process, Start
 from paceline.launch.rank_assignment import HostRanks, Rendezvous
-from paceline.launch.template import Process, Start
 from paceline.nouns import module_names
 from paceline.nouns.errors import ReadError, UsageError
 from paceline.nouns.reading import parse_json
@@ -36,20 +36,22 @@ class RankSettings:
     """The settings with which the fork server starts ranks; they travel as one line of JSON.
 
     Args:
-        script, arguments: the user's file.
-        world_size: ranks of the job, on all hosts.
-        host_ranks: this host's.
-        rendezvous: where they meet.
-        run_dir: of the job.
-        resume: the checkpoint to go on from.
-        preload: modules to import before the fork.
-        servers: parameter servers of the job, on all hosts.
-        private: a folder that only this user can enter, gone after the job.
-        lock: a descriptor that every process of the job keeps open, for as long as the folder is in use; -1: none.
-        outputs: the writing ends of the processes' output pipes.
-        environment: more of it, for the ranks alone.
-        function: a descriptor of what every rank calls, in place of the file; -1: nothing.
-        run_lock: the run directory's, which the fork server and the ranks hold too; -1: none. Of this host alone.
+        script, arguments: the path of the user's file, and its arguments.
+        world_size: the number of ranks of the job, on all hosts.
+        host_ranks: the ranks of this host.
+        rendezvous: the place where all ranks of the job meet.
+        run_dir: the run directory of the job.
+        resume: the checkpoint to go on from; None: the job begins at step 0.
+        preload: the modules to import before the fork.
+        servers: the number of parameter servers of the job, on all hosts.
+        private: the path of a folder that only this user can enter, gone after the job.
+        lock: the descriptor that every process of the job keeps open, for as long as the folder is in use; -1: none.
+        outputs: the descriptors of the write ends of the processes' output pipes.
+        environment: further variables, only for the ranks.
+        is_forking: True where each rank is a fork of the fork server; False: a new interpreter.
+        function: the descriptor of the function that every rank calls, in place of the file; -1: there is none.
+        run_lock: the descriptor of the run directory's lock, which the fork server and the ranks of this host hold too;
+            -1: there is none.
     """
 
     script: str
@@ -71,12 +73,12 @@ class RankSettings:
 
     @property
     def processes(self) -> tuple[int, ...]:
-        """The ranks of this host, and the servers and coordinator with their numbers after all ranks."""
+        """Return the ranks of this host, and the servers and coordinator with their numbers after all ranks."""
         return self.host_ranks.processes
 
     @property
     def locks(self) -> list[int]:
-        """The descriptors of the locks that every process of this host holds."""
+        """Return the descriptors of the locks that every process of this host holds."""
         return [lock for lock in (self.lock, self.run_lock) if lock >= 0]
 
     def to_json(self) -> str:
@@ -85,16 +87,16 @@ class RankSettings:
 
     @classmethod
     def from_json(cls, text: str) -> RankSettings:
-        """Read what `to_json` wrote.
+        """Read the line that `to_json` wrote.
 
         Raises:
-            ReadError: it is something else.
+            ReadError: the text is no such line.
         """
         values = parse_json(text, "a rank's settings", {"host_ranks": {"servers": [int]}, "rendezvous": dict})
         try:
             rendezvous = Rendezvous(**values.pop("rendezvous"))
             fields = values.pop("host_ranks")
-            host_ranks = HostRanks(**{**fields, "servers": tuple(fields["servers"])})  # JSON has lists alone
+            host_ranks = HostRanks(**{**fields, "servers": tuple(fields["servers"])})  # JSON has no tuples
             return cls(host_ranks=host_ranks, rendezvous=rendezvous, **values)
         except TypeError as error:
             fix = "use one version of Paceline on all hosts"
@@ -103,15 +105,15 @@ class RankSettings:
 
 @dataclass(slots=True)
 class ForkServer:
-    """The running fork server: its process, the control socket, and the reading ends of the ranks' output."""
+    """The running fork server: its process, the control socket, and the read ends of the ranks' output."""
 
     process: Process
     control: socket.socket
-    outputs: dict[int, int]  # by rank
+    outputs: dict[int, int]  # the read ends of the output pipes, by rank
 
 
 def can_fork() -> bool:
-    """True if a rank may be a fork of a process that has imported torch."""
+    """Return True if a rank may be a fork of a process that has imported torch."""
     return sys.platform.startswith("linux")
 
 
@@ -129,10 +131,10 @@ def start_ranks(settings: RankSettings, start: Start = subprocess.Popen) -> Fork
         outputs[rank], write_end = os.pipe()
         writing.append(write_end)
     # Both ways: settings and restarts go down, starts and ends come up. Whoever dies first, the other reads its end.
-    ours, theirs = socket.socketpair()
+    control, server_end = socket.socketpair()
     listener = [settings.rendezvous.listener] if settings.rendezvous.listener >= 0 else []
     function = [settings.function] if settings.function >= 0 else []
-    command = [sys.executable, "-P", "-m", module_names.FORKSERVER, str(theirs.fileno())]
+    command = [sys.executable, "-P", "-m", module_names.FORKSERVER, str(server_end.fileno())]
     # Blocked, and inherited so: until the fork server ignores it, SIGINT would be a KeyboardInterrupt in its imports.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -140,19 +142,19 @@ def start_ranks(settings: RankSettings, start: Start = subprocess.Popen) -> Fork
             command,
             stdin=subprocess.DEVNULL,
             stdout=2,  # an agent's standard output is its connection
-            pass_fds=[theirs.fileno(), *writing, *listener, *settings.locks, *function],
+            pass_fds=[server_end.fileno(), *writing, *listener, *settings.locks, *function],
             env=_environment(settings),
-            start_new_session=True,  # Ctrl-C reaches the supervisor alone, which lets the ranks save
+            start_new_session=True,  # Ctrl-C reaches only the supervisor, which lets the ranks save
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    theirs.close()
+    server_end.close()
     for descriptor in [*writing, *listener]:  # the fork server has them now; an output ends when its rank does
         os.close(descriptor)
     # Numbers of descriptors stay the same in the child: `pass_fds` inherits them as they are.
     complete = dataclasses.replace(settings, outputs=writing, is_forking=can_fork())
-    ours.sendall(complete.to_json().encode() + b"\n")
-    return ForkServer(process, ours, outputs)
+    control.sendall(complete.to_json().encode() + b"\n")
+    return ForkServer(process, control, outputs)
 
 
 def allow_open_files(needed: int) -> None:

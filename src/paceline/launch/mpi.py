@@ -15,15 +15,16 @@ from paceline.launch.hosts import Host
 from paceline.nouns.errors import UsageError
 
 _NAME_ONE = "name Open MPI's or MPICH's with `mpirun` in the table [mpi] of the cluster file (--cluster)"
+_SETTINGS = ("mpirun",)  # that errors are about
 
 
 @dataclass(frozen=True, slots=True)
 class MpiOptions:
-    """The mpirun to look for, and arguments for it.
+    """The mpirun to look for, and the user's arguments for it.
 
     Args:
-        mpirun: which; "": the first of mpirun and mpiexec in PATH.
-        more: arguments of the user's.
+        mpirun: the program to call; "": the first of mpirun and mpiexec in PATH.
+        more: the user's own arguments for mpirun.
     """
 
     mpirun: str = ""
@@ -32,12 +33,12 @@ class MpiOptions:
 
 @dataclass(frozen=True, slots=True)
 class Mpirun:
-    """An mpirun.
+    """An mpirun that was found on this host.
 
     Args:
-        program: which.
-        flavor: "openmpi" or "mpich".
-        more: arguments of the user's.
+        program: the path or name of the program.
+        flavor: the family of its flags, "openmpi" or "mpich".
+        more: the user's own arguments for mpirun.
     """
 
     program: str
@@ -46,10 +47,10 @@ class Mpirun:
 
 
 def find_mpirun(options: MpiOptions) -> Mpirun:
-    """Find the mpirun to call, and whose it is: the two families' flags for the same thing differ.
+    """Find the mpirun to call, and its family: the flags of the two families differ.
 
     Raises:
-        UsageError: there is none, or it is nobody's that is known.
+        UsageError: there is none, or it is of no known family.
     """
     programs = _programs(options)
     path = _path_of(programs)
@@ -57,25 +58,26 @@ def find_mpirun(options: MpiOptions) -> Mpirun:
         fix = "install Open MPI or MPICH"
         if options.mpirun:  # of the cluster file: there may be another one in PATH
             fix += ", or name another with mpirun under [mpi] in the cluster file"
-        raise UsageError(f"{' or '.join(programs)} to start ranks", "there is no such program", fix)
+        raise UsageError(f"{' or '.join(programs)} to start ranks", "there is no such program", fix, _SETTINGS)
     try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, errors="replace", timeout=30)
-        answer = done.stdout + done.stderr
+        completed = subprocess.run([path, "--version"], capture_output=True, text=True, errors="replace", timeout=30)
+        answer = completed.stdout + completed.stderr
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UsageError(f"what {path} is", f"`{path} --version` did not end well ({error})", "name another") from None
+        found = f"`{path} --version` did not end well ({error})"
+        raise UsageError(f"what {path} is", found, "name another", _SETTINGS) from None
     if re.search(r"Open ?MPI|OpenRTE|PRRTE", answer, re.IGNORECASE):
         return Mpirun(path, "openmpi", options.more)
     if re.search(r"HYDRA|MPICH|Intel\(R\) MPI", answer, re.IGNORECASE):
         return Mpirun(path, "mpich", options.more)
     lines = answer.strip().splitlines() or ["nothing"]
-    raise UsageError(f"what {path} is", f"it says {lines[0]!r}", _NAME_ONE)
+    raise UsageError(f"what {path} is", f"it says {lines[0]!r}", _NAME_ONE, _SETTINGS)
 
 
 def mpirun_to_show(options: MpiOptions) -> tuple[Mpirun, list[str]]:
     """Return the mpirun for a dry run, and remarks on it: where this host has none, Open MPI's flags are shown.
 
     Raises:
-        UsageError: it is nobody's that is known.
+        UsageError: it is of no known family.
     """
     programs = _programs(options)
     if _path_of(programs) is not None:
@@ -98,11 +100,11 @@ def mpi_command(
     """Return the command that starts the ranks.
 
     Args:
-        mpirun: by which.
-        ranks: of the job.
-        hosts: where; none: this host, or where a scheduler says.
-        variables: names that go to the ranks.
-        command: a rank's.
+        mpirun: the mpirun to call.
+        ranks: the number of ranks of the job.
+        hosts: the hosts for the ranks; none: this host, or those of a scheduler.
+        variables: the names of the variables that go to the ranks.
+        command: the command line of a rank.
     """
     flags_of = _openmpi if mpirun.flavor == "openmpi" else _mpich
     return [mpirun.program, *flags_of(ranks, hosts, variables), *mpirun.more, *command]

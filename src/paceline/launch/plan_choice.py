@@ -18,12 +18,12 @@ from paceline.nouns.plan import OPTIONS, SHORT_OPTIONS, Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """The plan that somebody asks for.
+    """The plan that the user asks for.
 
     Args:
-        ranks: of the job; None: as many as the plan covers.
-        text: axes with sizes and options, or the path of a plan.json; "": replicate over the ranks.
-        checkpoint_every, keep, copy_to, check: in place of the plan's; None: as the plan has it.
+        ranks: the number of ranks of the job; None: as many as the plan covers.
+        text: the axes with sizes and options, or the path of a plan.json; "": replicate over the ranks.
+        checkpoint_every, keep, copy_to, check: the values in place of those in the plan; None: as the plan has it.
     """
 
     ranks: int | None = None
@@ -34,7 +34,7 @@ class PlanRequest:
     check: str | None = None
 
     def with_ranks(self, ranks: int | None) -> PlanRequest:
-        """Return the same request for so many ranks, unless it says a number itself."""
+        """Return the same request for so many ranks, unless it has a number itself."""
         return dataclasses.replace(self, ranks=self.ranks or ranks)
 
 
@@ -42,8 +42,8 @@ def choose_plan(request: PlanRequest, notice: Callable[[str], None], grows: bool
     """Return the plan that is asked for.
 
     Args:
-        request: of the command.
-        notice: told of options that change nothing, because their axis has size 1.
+        request: the request of the command.
+        notice: a function that is called for options that change nothing, because their axis has size 1.
         grows: True if the number of ranks follows from the hosts that there are, and may change.
 
     Raises:
@@ -86,7 +86,7 @@ def _check(request: PlanRequest) -> None:
 
 
 def says_ranks(text: str) -> bool:
-    """True if a plan says how many ranks it covers: it names an axis, or is a file."""
+    """Return True if a plan says how many ranks it covers: it names an axis, or is a file."""
     return text.endswith(".json") or not _names(text).isdisjoint({*AXES, *SHORT})
 
 
@@ -95,7 +95,7 @@ def _names(text: str) -> set[str]:
 
 
 def _with_ranks(text: str, ranks: int | None) -> str:
-    """Return a plan that names no axis with the ranks, or workers of servers, that -n says."""
+    """Return the plan, with the ranks of -n, or the workers of servers, where it names no axis."""
     # `-n 4 --plan server=2` means four workers: the axis is left out, so -n says its size.
     is_unknown = bool(_names(text) - {"", *OPTIONS, *SHORT_OPTIONS})  # an error then quotes what was written
     if not ranks or says_ranks(text) or is_unknown:

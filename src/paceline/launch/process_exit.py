@@ -6,22 +6,27 @@ process ("terminate called without an active exception"). Measured with Gloo on 
 `multiprocessing` ends its forked children in the same order as this module, and for the same kind of reason.
 
 It is also faster: to finalize an interpreter takes a fifth of the time in which it has imported torch (measured).
+
+The last functions keep processes from outliving the process that needs them.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-FAILED_S = 8.0  # for what runs at the exit after a failure, such as sinks, which have 5 s; children end with it
-TELL_S = 10.0  # of waiting at the exit, until people are told for what
+FAILED_S = 8.0  # the time for functions at the exit after a failure, such as sinks (5 s); children end with it
+TELL_S = 10.0  # the time of waiting at the exit until the user is told about it
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
 def exit_process(code: int, before: Callable[[], object] | None = None) -> NoReturn:
@@ -30,7 +35,7 @@ def exit_process(code: int, before: Callable[[], object] | None = None) -> NoRet
     Args:
         code: the exit code. With 0 the threads and child processes that are no daemons run to their end first, as
             they do in any Python program; after a failure nothing waits for threads, and only FAILED_S for others.
-        before: called last, after the functions registered with `atexit`.
+        before: a function that is called last, after the functions registered with `atexit`.
     """
     try:
         _limit(code)
@@ -48,17 +53,17 @@ def exit_process(code: int, before: Callable[[], object] | None = None) -> NoRet
 
 
 def _limit(code: int) -> None:
-    """Begin the time that the exit has after a failure; otherwise the time until people are told what it waits for."""
+    """Begin the time that the exit has after a failure; otherwise the time until the user is told why it waits."""
 
     def end() -> None:
         with contextlib.suppress(Exception):  # whatever happens, the process must end
             _say(f"{FAILED_S:g} s after the failure this process is ended; its exit waits for {_awaited([])}")
         os._exit(code)
 
-    def tell() -> None:
+    def report() -> None:
         _say(f"the file has ended; the exit of its process waits for {_awaited(threading.enumerate())}")
 
-    seconds, act = (TELL_S, tell) if code == 0 else (FAILED_S, end)
+    seconds, act = (TELL_S, report) if code == 0 else (FAILED_S, end)
     timer = threading.Timer(seconds, act)
     timer.daemon = True
     timer.start()
@@ -67,7 +72,7 @@ def _limit(code: int) -> None:
 
 
 def _awaited(threads: Sequence[threading.Thread]) -> str:
-    """Return what keeps this process from its end: some of `threads`, child processes, or an atexit function's line."""
+    """Return the names of `threads` and child processes that keep this process, or the line of an atexit function."""
     main = threading.main_thread()
     names = [f"thread {thread.name}" for thread in threads if thread is not main and not thread.daemon]
     for child in multiprocessing.active_children():
@@ -87,3 +92,26 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # it may be closed, or taken away
             stream.flush()
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent ends, however that happens (Linux).
+
+    The request is not inherited by a fork: each child asks for itself. See prctl(2).
+    """
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def kill_group(leader: int) -> None:
+    """Kill the processes that are left of a group, also after its leader's end: children of a rank that has failed.
+
+    They may hold the rank's output and its connections: whoever waits for their end would wait for these processes.
+    """
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def adopt_orphans(is_on: bool) -> None:
+    """Let descendants whose parent ends become children of this process, or no longer (Linux)."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(is_on), 0, 0, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from paceline.launch.command import RankCommand, shown
+from paceline.launch.rank_command import RankCommand, shown
 from paceline.nouns import module_names
 from paceline.nouns.errors import UsageError
 
@@ -17,10 +17,11 @@ class RayOptions:
     """The cluster, the resources and the placement that Ray is asked for.
 
     Args:
-        address: of a cluster, HOST:PORT or "auto" for the one that this host is in; "local": one for this job alone.
-        cpus_per_rank, gpus_per_rank: of each bundle.
-        strategy: of the placement group: where its bundles may lie.
-        wait_s: for the whole group at once; a part of it is never started.
+        address: the address of a cluster, HOST:PORT, or "auto" for the one that this host is in; "local": a cluster
+            only for this job.
+        cpus_per_rank, gpus_per_rank: the number of CPUs and GPUs of each bundle.
+        strategy: the strategy of the placement group: on which nodes its bundles may be.
+        wait_s: the seconds to wait for the whole group; a part of it is never started.
     """
 
     address: str = "local"
@@ -31,16 +32,18 @@ class RayOptions:
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
-            raise UsageError(
-                f"the strategy {self.strategy!r}", f"Ray has {', '.join(STRATEGIES)}", "write one of these"
-            )
-        if self.cpus_per_rank < 0 or self.gpus_per_rank < 0 or not self.cpus_per_rank + self.gpus_per_rank:
-            raise UsageError("a rank under Ray needs resources", "it has none", "give it a CPU or a GPU")
+            found = f"Ray has {', '.join(STRATEGIES)}"
+            raise UsageError(f"the strategy {self.strategy!r}", found, "write one of these", settings=("strategy",))
+        resources = {"cpus_per_rank": self.cpus_per_rank, "gpus_per_rank": self.gpus_per_rank}
+        below_zero = tuple(name for name, amount in resources.items() if amount < 0)
+        if below_zero or not any(resources.values()):
+            asked = "a rank under Ray needs resources"
+            raise UsageError(asked, "it has none", "give it a CPU or a GPU", below_zero or tuple(resources))
 
 
 @dataclass(frozen=True, slots=True)
 class RayJob:
-    """A placement group, an actor in each of its bundles, and what they run."""
+    """A placement group, an actor in each of its bundles, and the program that they run."""
 
     address: str
     bundles: list[dict[str, float]]
@@ -51,21 +54,21 @@ class RayJob:
     working_folder: str
 
     def request(self) -> bytes:
-        """Return it for the driver's standard input."""
+        """Return the job for the driver's standard input."""
         return json.dumps(asdict(self)).encode()
 
     def text(self) -> str:
-        """Return it for people, without secrets."""
+        """Return the job for the user, without secrets."""
         return json.dumps({**asdict(self), "environment": shown(self.environment)}, indent=1)
 
 
 def ray_job(rank: RankCommand, options: RayOptions, folder: str) -> RayJob:
-    """Return what the driver asks of Ray.
+    """Return the job that the driver runs on Ray.
 
     Args:
-        rank: a rank's command.
-        options: of Ray.
-        folder: where it runs.
+        rank: the command of a rank.
+        options: the options of Ray.
+        folder: the folder in which the ranks run.
     """
     resources = {"CPU": float(options.cpus_per_rank), "GPU": float(options.gpus_per_rank)}
     bundle = {name: amount for name, amount in resources.items() if amount}

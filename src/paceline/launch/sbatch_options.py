@@ -1,7 +1,7 @@
-"""Say which options of sbatch a job can't have as lines of the user's, and read those that it may have.
+"""Check the user's lines for sbatch: refuse the options that Paceline decides, and read the others.
 
-Of an option that stands twice in a script, sbatch takes the last, and an SBATCH_ variable wins over both. So what
-Paceline writes may stand in no line of the user's, and in no variable with another value.
+Of an option that stands twice in a script, sbatch takes the last, and an SBATCH_ variable wins over both. So an option
+that Paceline writes may stand in no line of the user's, and in no variable with another value.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from paceline.nouns.errors import UsageError
 from paceline.nouns.reading import parse_whole, shown
 
 _NO_OPTION = "it is no option, or has a backslash or a line end"
+_SETTINGS = ("sbatch_option",)  # that errors about a line are about
 _WRITTEN = "Paceline writes it itself"
 _SEES_ONE = "each rank would see one GPU alone, and where a node has several ranks, they train on the CPU then"
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class ReservedOption:
     """An option of sbatch that no line of the user's may have.
 
     Args:
-        found: why not.
-        fix: what to write in its place.
-        letter: its short form.
-        variable: of sbatch's, which means the same.
-        same: the variable's value that changes nothing.
-        is_default: the variable may stand where Paceline does not write the option: it is this user's default.
+        found: the reason why no line may have it.
+        fix: the advice to the user.
+        letter: the short form of the option.
+        variable: the variable of sbatch that means the same.
+        same: the value of the variable that changes nothing.
+        is_default: True where the variable may be set as the user's default while Paceline does not write the option.
     """
 
     found: str
@@ -41,41 +42,43 @@ class Taken:
     is_default: bool = False
 
 
-def _setting(flag: str, letter: str, variable: str) -> Taken:
-    return Taken(f"{flag} is for it", f"write {flag}", letter, variable, is_default=True)
+def _setting(flag: str, letter: str, variable: str) -> ReservedOption:
+    return ReservedOption(f"{flag} is for it", f"write {flag}", letter, variable, is_default=True)
 
 
-_TASKS = Taken("-j says how many ranks a node has", "write -j NODESxRANKS", "n")
-TAKEN: dict[str, Taken] = {
-    "array": Taken(
+_TASKS = ReservedOption("-j says how many ranks a node has", "write -j NODESxRANKS", "n")
+TAKEN: dict[str, ReservedOption] = {
+    "array": ReservedOption(
         "it makes several jobs of one, which would share a run directory",
         "send each job by a command of its own, with another --job",
         "a",
         "SBATCH_ARRAY_INX",
     ),
-    "nodes": Taken("-j says how many nodes there are", "write -j NODESxRANKS, such as -j 2x8", "N"),
+    "nodes": ReservedOption("-j says how many nodes there are", "write -j NODESxRANKS, such as -j 2x8", "N"),
     **dict.fromkeys(("ntasks", "tasks"), _TASKS),
     **dict.fromkeys(("ntasks-per-node", "tasks-per-node", "ntasks-per-core", "ntasks-per-socket"), _TASKS),
-    "job-name": Taken(_WRITTEN, "write --job NAME", "J", "SBATCH_JOB_NAME"),
-    "output": Taken(_WRITTEN, "leave it out; the log is in the run directory", "o", "SBATCH_OUTPUT"),
-    "open-mode": Taken(_WRITTEN, "leave it out; a job that goes on adds to its log", "", "SBATCH_OPEN_MODE", "append"),
-    "requeue": Taken(_WRITTEN, "leave it out"),
-    "no-requeue": Taken(
+    "job-name": ReservedOption(_WRITTEN, "write --job NAME", "J", "SBATCH_JOB_NAME"),
+    "output": ReservedOption(_WRITTEN, "leave it out; the log is in the run directory", "o", "SBATCH_OUTPUT"),
+    "open-mode": ReservedOption(
+        _WRITTEN, "leave it out; a job that goes on adds to its log", "", "SBATCH_OPEN_MODE", "append"
+    ),
+    "requeue": ReservedOption(_WRITTEN, "leave it out"),
+    "no-requeue": ReservedOption(
         "the job goes back to the queue by itself after it was stopped", "leave it out", "", "SBATCH_NO_REQUEUE"
     ),
-    "signal": Taken(_WRITTEN, "write --signal S", "", "SBATCH_SIGNAL"),
+    "signal": ReservedOption(_WRITTEN, "write --signal S", "", "SBATCH_SIGNAL"),
     "partition": _setting("--partition", "p", "SBATCH_PARTITION"),
     "account": _setting("--account", "A", "SBATCH_ACCOUNT"),
     "qos": _setting("--qos", "q", "SBATCH_QOS"),
     "time": _setting("--time", "t", "SBATCH_TIMELIMIT"),
     "gpus-per-node": _setting("--gpus-per-node", "", "SBATCH_GPUS_PER_NODE"),
     "cpus-per-task": _setting("--cpus-per-task", "c", ""),
-    "gpus-per-task": Taken(_SEES_ONE, "write --gpus-per-node", "", "SBATCH_GPUS_PER_TASK"),
-    "ntasks-per-gpu": Taken(_SEES_ONE, "write --gpus-per-node"),
-    "tres-per-task": Taken(_SEES_ONE, "write --gpus-per-node and --cpus-per-task"),
+    "gpus-per-task": ReservedOption(_SEES_ONE, "write --gpus-per-node", "", "SBATCH_GPUS_PER_TASK"),
+    "ntasks-per-gpu": ReservedOption(_SEES_ONE, "write --gpus-per-node"),
+    "tres-per-task": ReservedOption(_SEES_ONE, "write --gpus-per-node and --cpus-per-task"),
     **dict.fromkeys(
         ("export", "export-file"),
-        Taken(
+        ReservedOption(
             "the ranks get the variables of this shell, and those that -x adds",
             "write -x NAME or -x NAME=VALUE",
             "",
@@ -83,9 +86,9 @@ TAKEN: dict[str, Taken] = {
             "ALL",
         ),
     ),
-    "wait": Taken("the command returns when the job is sent", "leave it out", "W", "SBATCH_WAIT"),
-    "test-only": Taken("sbatch would send nothing", "write --dry-run"),
-    "wrap": Taken(_WRITTEN, "name the file after the flags"),
+    "wait": ReservedOption("the command returns when the job is sent", "leave it out", "W", "SBATCH_WAIT"),
+    "test-only": ReservedOption("sbatch would send nothing", "write --dry-run"),
+    "wrap": ReservedOption(_WRITTEN, "name the file after the flags"),
 }
 # Short options without a value: others may follow them in a word.
 _SHORT = re.compile(r"-[HkOQsvV]*([A-Za-z])(.*)")
@@ -96,27 +99,27 @@ def check_lines(lines: Sequence[str]) -> None:
     """Raise UsageError for a line of the user's that is no option, or is one that Paceline decides."""
     for line in lines:
         if not re.fullmatch(r"--?[a-zA-Z][^\n\r\\]*", line):
-            raise UsageError(f"the line {shown(line)} for sbatch", _NO_OPTION, "write such as --exclusive")
+            raise UsageError(f"the line {shown(line)} for sbatch", _NO_OPTION, "write such as --exclusive", _SETTINGS)
         for name, _ in options_of(line):
-            taken = TAKEN.get(name)
-            if taken is not None:
-                raise UsageError(f"--sbatch-option {shown(line)}", taken.found, taken.fix)
+            reserved = TAKEN.get(name)
+            if reserved is not None:
+                raise UsageError(f"--sbatch-option {shown(line)}", reserved.found, reserved.fix, _SETTINGS)
 
 
 def check_variables(written: Mapping[str, str], environment: Mapping[str, str]) -> None:
-    """Raise UsageError where a variable of sbatch's contradicts the script, over which it would win.
+    """Raise UsageError where a variable of sbatch contradicts the script, over which it would win.
 
     Args:
         written: the script's options, by name.
-        environment: that sbatch is given.
+        environment: the environment that sbatch gets.
     """
-    for name, taken in TAKEN.items():
-        value = environment.get(taken.variable) if taken.variable else None
-        if value is None or value == written.get(name, taken.same):
+    for name, reserved in TAKEN.items():
+        value = environment.get(reserved.variable) if reserved.variable else None
+        if value is None or value == written.get(name, reserved.same):
             continue
-        if name in written or not taken.is_default:
-            found = f"it is set to {shown(value)}, and for sbatch it wins over the script: {taken.found}"
-            raise UsageError(f"{taken.variable} should not be set here", found, f"unset {taken.variable}")
+        if name in written or not reserved.is_default:
+            found = f"it is set to {shown(value)}, and for sbatch it wins over the script: {reserved.found}"
+            raise UsageError(f"{reserved.variable} should not be set here", found, f"unset {reserved.variable}")
 
 
 def options_of(line: str) -> Iterator[tuple[str, str]]:
@@ -130,29 +133,29 @@ def options_of(line: str) -> Iterator[tuple[str, str]]:
         if shlex.split(line, comments=True) != words:
             raise ValueError("a # outside of quotes begins a remark")
     except ValueError as error:
-        raise UsageError(f"the line {shown(line)} for sbatch", str(error).lower(), "mend it") from None
+        raise UsageError(f"the line {shown(line)} for sbatch", str(error).lower(), "mend it", _SETTINGS) from None
     for word, following in zip(words, [*words[1:], ""], strict=True):
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
-            yield _whole(name), value if equals else following
+            yield _full_name(name), value if equals else following
         elif short := _SHORT.fullmatch(word):
-            names = {taken.letter: name for name, taken in reversed(TAKEN.items()) if taken.letter}
+            names = {reserved.letter: name for name, reserved in reversed(TAKEN.items()) if reserved.letter}
             yield {**names, **_GPUS}.get(short[1], short[1]), short[2] or following
 
 
-def _whole(name: str) -> str:
-    """Return the name that sbatch takes a name for: the beginning of one is enough for it."""
+def _full_name(name: str) -> str:
+    """Return the full name of an option; sbatch also takes the beginning of one."""
     if name in TAKEN or name in ("gpus", "gres"):
         return name
     return next((known for known in (*TAKEN, "gpus", "gres") if name and known.startswith(name)), name)
 
 
 def gpus_of_node(lines: Sequence[str], nodes: int) -> int | None:
-    """Return the GPUs of a node that lines of the user's ask for; None: none does, or in words that are not known.
+    """Return the GPUs of a node that the user's lines ask for; None: no line does, or in words that are not known.
 
     Args:
-        lines: of the user's.
-        nodes: of the job.
+        lines: the user's lines for sbatch.
+        nodes: the number of nodes of the job.
     """
     for name, value in itertools.chain.from_iterable(map(options_of, lines)):
         parts = value.split(",")

@@ -14,14 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.launch import sbatch_options
-from paceline.launch.command import STALLED_CODE, STOPPED_CODE, RankCommand, export_lines, quoted
 from paceline.launch.host_choice import check_accelerators
+from paceline.launch.rank_command import STALLED_CODE, STOPPED_CODE, RankCommand, export_lines, quoted
 from paceline.nouns.errors import UsageError
 from paceline.nouns.names import check_name, is_name
 from paceline.nouns.reading import shown
 
 _TIME = re.compile(r"((?P<days>[0-9]{1,9})-)?(?P<fields>[0-9]{1,9}(:[0-9]{1,2}){0,2})")
-_MOST_SIGNAL_S = 65535  # of sbatch
+_MOST_SIGNAL_S = 65535  # sbatch's limit
 _EARLY_S = 60  # Slurm may send the signal so much before it is due: see sbatch's --signal
 # Anywhere in a line, these begin another job for older versions of sbatch, and for slurmctld's burst buffers.
 _OTHER_JOB = re.compile("hetjob|packjob", re.IGNORECASE)
@@ -32,13 +32,13 @@ class SlurmOptions:
     """The options of an sbatch script.
 
     Args:
-        partition, account, qos, time: as sbatch knows them; "": the cluster's own.
-        gpus_per_node: 0: none.
-        cpus_per_task: 0: the cluster's own.
-        signal_s: seconds before the time limit at which ranks are told to save.
-        max_restarts: after deaths by a signal.
-        more: lines of the user's, such as `--exclusive`.
-        program: sbatch.
+        partition, account, qos, time: the options of the same names of sbatch; "": the cluster's own.
+        gpus_per_node: the number of GPUs of a node; 0: the option is not written.
+        cpus_per_task: the number of cores of a rank; 0: the cluster's own.
+        signal_s: the seconds before the time limit at which ranks are asked to save.
+        max_restarts: the number of restarts after deaths by a signal.
+        more: the user's own lines, such as `--exclusive`.
+        program: the sbatch program to call.
     """
 
     partition: str = ""
@@ -54,19 +54,18 @@ class SlurmOptions:
 
     def __post_init__(self) -> None:
         if self.time and not _TIME.fullmatch(self.time):
-            raise UsageError(
-                f"the time limit {self.time!r}", "Slurm can't read it", "write such as 30, 12:00:00 or 2-12:00"
-            )
+            fix = "write such as 30, 12:00:00 or 2-12:00"
+            raise UsageError(f"the time limit {self.time!r}", "Slurm can't read it", fix, settings=("time",))
         for name, count in (
             ("gpus_per_node", self.gpus_per_node),
             ("cpus_per_task", self.cpus_per_task),
             ("signal", self.signal_s),
         ):
             if count < 0:
-                raise UsageError(f"{name}={count} for sbatch", "it is below 0", "write 0 or more")
-        for text in (self.partition, self.account, self.qos):
+                raise UsageError(f"{name}={count} for sbatch", "it is below 0", "write 0 or more", settings=(name,))
+        for name, text in (("partition", self.partition), ("account", self.account), ("qos", self.qos)):
             if text:
-                check_name("slurm", text)
+                check_name("slurm", text, settings=(name,))
         sbatch_options.check_lines(self.more)
         self._check_signal()
 
@@ -74,7 +73,8 @@ class SlurmOptions:
         """Raise UsageError where Slurm can't send the signal, or sends it before the ranks have begun."""
         if self.signal_s > _MOST_SIGNAL_S:
             found = f"sbatch takes at most {_MOST_SIGNAL_S} seconds"
-            raise UsageError(f"signal={self.signal_s} for sbatch", found, f"write {_MOST_SIGNAL_S} or less")
+            fix = f"write {_MOST_SIGNAL_S} or less"
+            raise UsageError(f"signal={self.signal_s} for sbatch", found, fix, settings=("signal",))
         limit_s = _seconds(self.time)
         if limit_s and limit_s <= self.signal_s + _EARLY_S:
             early = f"the ranks are to save {self.signal_s} s before it, and Slurm may tell them {_EARLY_S} s early"
@@ -82,6 +82,7 @@ class SlurmOptions:
                 f"the time limit {self.time!r} is {limit_s} s, with --signal {self.signal_s}",
                 f"{early}: before they have begun",
                 f"write a --time above {self.signal_s + _EARLY_S} s, or a lower --signal",
+                settings=("time", "signal"),
             )
 
 
@@ -94,9 +95,11 @@ def sbatch_script(rank: RankCommand, options: SlurmOptions) -> str:
     gpus = options.gpus_per_node or sbatch_options.gpus_of_node(options.more, rank.nodes)
     if gpus:
         fix = f"write -j with at most {gpus} ranks for a node, or ask for {rank.ranks_per_node} GPUs of a node"
-        check_accelerators(rank.ranks_per_node, gpus, "GPUs", fix)
-    lines = [f"--{name}={value}" if value else f"--{name}" for name, value in written_options(rank, options).items()]
-    directives = "\n".join([*map(_directive, lines), *map(_own_directive, options.more)])
+        setting = "gpus_per_node" if options.gpus_per_node else "sbatch_option"
+        check_accelerators(rank.ranks_per_node, gpus, "GPUs", fix, setting)
+    lines = [_directive(name, value) for name, value in written_options(rank, options).items()]
+    lines += [_line(line, "sbatch_option") for line in options.more]
+    directives = "\n".join(lines)
     # Since Slurm 22.05 srun does not take this over from sbatch.
     cpus = " --cpus-per-task=$SLURM_CPUS_PER_TASK" if options.cpus_per_task else ""
     # The variables of -x; a secret comes with sbatch's environment.
@@ -118,7 +121,7 @@ exit "$code"
 
 
 def written_options(rank: RankCommand, options: SlurmOptions) -> dict[str, str]:
-    """Return the options that the script has by itself, and their values; "": it has none."""
+    """Return the options that Paceline writes into the script, and their values; "": it has none."""
     folder = str(rank.run_dir.resolve())
     check_name("path", folder)
     if "\\" in folder:
@@ -164,15 +167,15 @@ def submit(script: str, options: SlurmOptions, environment: dict[str, str]) -> s
     """Hand the script to sbatch, and return the job's number.
 
     Args:
-        script: from `sbatch_script`.
-        options: which sbatch.
-        environment: the submitter's, which the job gets.
+        script: the text that `sbatch_script` wrote.
+        options: the options, with the sbatch program to call.
+        environment: the submitter's environment, which the job gets.
 
     Raises:
         UsageError: there is no sbatch, or it refuses.
     """
     check_sbatch(options)
-    done = subprocess.run(
+    completed = subprocess.run(
         [options.program, "--parsable"],  # prints JOB or JOB;CLUSTER, and nothing else
         input=script,
         capture_output=True,
@@ -180,27 +183,30 @@ def submit(script: str, options: SlurmOptions, environment: dict[str, str]) -> s
         errors="replace",
         env=environment,
     )
-    if done.returncode:
-        errors = done.stderr.strip().splitlines() or ["it printed nothing"]
+    if completed.returncode:
+        errors = completed.stderr.strip().splitlines() or ["it printed nothing"]
         fix = "mend the option that it names; --dry-run shows the script"
         if re.search("configuration source|[Uu]nable to contact|[Cc]onnection refused", errors[-1]):
             fix = "send it from a host where `sinfo` works, such as a login node"
         raise UsageError("Slurm should take the job", errors[-1], fix)
-    return done.stdout.strip().split(";")[0]
+    return completed.stdout.strip().split(";")[0]
 
 
-def _directive(option: str) -> str:
+def _directive(name: str, value: str) -> str:
     """Return an option as a line of the script, in quotes where sbatch needs them."""
+    option = f"--{name}={value}" if value else f"--{name}"
     if not is_name("slurm", option):
         option = '"' + re.sub(r'(["\\])', r"\\\1", option) + '"'
-    return _own_directive(option)
+    return _line(option, name.replace("-", "_"))
 
 
-def _own_directive(line: str) -> str:
-    check_name("text", line, f"the line {shown(line)} for sbatch")
+def _line(line: str, setting: str) -> str:
+    """Return a line of the script that has options, and check it; its value is that of a setting."""
+    check_name("text", line, f"the line {shown(line)} for sbatch", settings=(setting,))
     if word := _OTHER_JOB.search(line):
         found = f"it has {word[0]!r} in it, which Slurm may take for the beginning of another job"
-        raise UsageError(f"the line {shown(line)} for sbatch", found, "write it without, such as under another --job")
+        fix = "write it without, such as under another --job"
+        raise UsageError(f"the line {shown(line)} for sbatch", found, fix, settings=(setting,))
     return f"#SBATCH {line}"
 
 

@@ -1,4 +1,4 @@
-"""Find the source files of the user's program without running them: a module by its name, and what a file imports."""
+"""Find the source files of the user's program without running them: a module by its name, and a file's imports."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pathlib import Path
 from paceline.nouns.errors import ReadError, UsageError, did_you_mean
 from paceline.nouns.reading import read_text
 
-_MOST_FILES = 200  # of one program; what lies deeper is not looked at
-_OWN = Path(__file__).resolve().parents[1]
+_MOST_FILES = 200  # the largest number of files of a program; deeper imports are not looked at
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def find_module(name: str) -> Path:
@@ -32,13 +32,13 @@ def find_module(name: str) -> Path:
     found = ""
     for part in name.split("."):
         spec = PathFinder.find_spec(part, folders) if folders is not None else None
-        if spec is None and not found:  # what is installed to be edited has finders of its own
+        if spec is None and not found:  # editable installs have finders of their own
             spec = importlib.util.find_spec(part)
         if spec is None:
-            where = f"{found} has no {part}" if found else f"no {part} is in this folder, in PYTHONPATH or installed"
+            reason = f"{found} has no {part}" if found else f"no {part} is in this folder, in PYTHONPATH or installed"
             names = [module.name for module in pkgutil.iter_modules(folders if found else [os.getcwd()])]
             fix = did_you_mean(part, names, "start the command in the folder that has the package")
-            raise UsageError(asked, where, fix)
+            raise UsageError(asked, reason, fix)
         folders = spec.submodule_search_locations
         found = f"{found}.{part}" if found else part
     if folders is not None:
@@ -51,11 +51,11 @@ def find_module(name: str) -> Path:
 
 
 def sources(path: Path, tree: ast.Module, root: Path) -> Iterator[ast.Module]:
-    """Yield a file's source, then those that it imports, nearest first; of what is installed none, nor of Paceline.
+    """Yield a file's source, then those that it imports, nearest first; not those of installed packages or Paceline.
 
     Args:
-        path: of the file.
-        tree: its source.
+        path: the path of the file.
+        tree: the syntax tree of its source.
         root: the folder in which its imports begin; those of PYTHONPATH come after it.
     """
     roots = [root, *(Path(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder)]
@@ -66,7 +66,7 @@ def sources(path: Path, tree: ast.Module, root: Path) -> Iterator[ast.Module]:
         yield tree
         for imported in _imported(path, tree, roots):
             file = imported.resolve()
-            if file in seen or len(seen) >= _MOST_FILES or _OWN in file.parents:
+            if file in seen or len(seen) >= _MOST_FILES or _PACKAGE in file.parents:
                 continue
             seen.add(file)
             try:

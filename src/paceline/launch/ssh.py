@@ -1,6 +1,6 @@
 """Commands on other hosts through the user's own ssh: its keys, its configuration, its known hosts.
 
-What a host must know, secrets too, goes in on the command's standard input: a command line can be read by everybody
+Facts that a host must know, secrets too, go in on the command's standard input: a command line can be read by everybody
 on that host.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from paceline.nouns.errors import UsageError, last_error_of
 
-# No question can be answered here, an unknown or changed host key ends the attempt, and what was lost is noticed:
+# No question can be answered here, an unknown or changed host key ends the attempt, and a lost connection is noticed:
 # after 3 signs of life that nobody answered, 5 s apart.
 _ALWAYS = (
     *("-T", "-x", "-a"),  # no terminal, which would change the bytes; no X11; no agent for others to use on that host
@@ -30,8 +30,8 @@ class SshOptions:
     """The ssh program and the user's arguments for it.
 
     Args:
-        program: which.
-        more: arguments of the user's, before the host; of options named twice ssh takes the first, so theirs win.
+        program: the path or name of the ssh program.
+        more: the user's own arguments, before the host; of options named twice ssh takes the first, so theirs win.
     """
 
     program: str = "ssh"
@@ -48,15 +48,18 @@ def check_ssh(options: SshOptions) -> None:
     """Raise UsageError unless there is an ssh to call."""
     if shutil.which(options.program) is None:
         raise UsageError(
-            f"can't reach other hosts by {options.program}", "there is no such program", "install OpenSSH's client"
+            f"can't reach other hosts by {options.program}",
+            "there is no such program",
+            "install OpenSSH's client",
+            settings=("program",),
         )
 
 
 def why_lost(host: str, last_words: str) -> UsageError:
-    """Return the error that ssh's last words mean, with what to do about it.
+    """Return the error that ssh's last words mean, with the advice to the user.
 
     Args:
-        host: that it should have reached.
+        host: the host that ssh should have reached.
         last_words: the text that ssh wrote to its standard error.
     """
     # OpenSSH has one exit code, 255, for all its own errors: only the words tell them apart. The first match counts.

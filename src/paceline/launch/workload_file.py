@@ -1,4 +1,4 @@
-"""Read a workload file without running it, to say before any process starts what is wrong with it."""
+"""Read a workload file without running it, to report its errors before any process starts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.launch.plain_script import PlainScript, find_plain_script
 from paceline.launch.source_files import sources
 from paceline.nouns import module_names
 from paceline.nouns.errors import PacelineError, ReadError, UsageError, WorkloadError
@@ -26,12 +27,15 @@ _FORK_SAFE = ("torch", "transformers", "tokenizers", "numpy", "safetensors", "to
 
 _PREPARE = "job, model, optimizer, loader = paceline.prepare(model, optimizer, loader)"
 _OPTIONS_OF_PREPARE = ("seed", "shard_frozen", "whole", "by_part", "sinks")
-# Which call of which module trains a loop of the user's own.
+# The call of each module that trains a loop of the user's own.
 _LOOPS = {
     module_names.PACKAGE: "prepare",
+    module_names.ACCELERATE: "Accelerator",
     module_names.TRANSFORMERS: "Trainer",
-    module_names.LIGHTNING: "Trainer",
+    module_names.LIGHTNING: "Strategy",
 }
+# Of these, what trains on batches of each rank's own.
+_TRAINERS = {module_names.ACCELERATE: "Accelerate's Accelerator", module_names.LIGHTNING: "Lightning's Trainer"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +46,33 @@ class WorkloadFile:
     imports: tuple[str, ...]  # modules that may be loaded before a fork
     is_loop: bool = False  # it trains by `paceline.prepare`, or by a Trainer that calls it
     names_paceline: bool = True  # it, or a file that it imports, imports Paceline
+    plain: PlainScript | None = None  # what it does to distribute its training without Paceline
+    trainer: str = ""  # what trains it on batches of each rank's own, such as "Lightning's Trainer"
+
+    def check_batches(self, command: str) -> None:
+        """Raise UsageError if the file trains on batches of each rank's own.
+
+        Args:
+            command: the command that takes steps of the file in one process, such as "verify".
+        """
+        if self.trainer:
+            raise UsageError(
+                f"`paceline {command}` takes steps of a file's loop, in which a batch is that of all ranks",
+                f"{self.path} trains by {self.trainer}, in which each rank has batches of its own",
+                "put the model, its optimizer and its loader into a loop with paceline.prepare (docs/loops.md), and "
+                f"give `paceline {command}` that file",
+            )
 
 
 def read_workload_file(text: str, ranks: int, plan: Plan | None = None, module: str = "") -> WorkloadFile:
     """Check a workload file's source.
 
-    Any Python file may be one: what it imports from elsewhere may train, too. Whether it did is known at its end.
+    Any Python file may be one: an imported module may train, too. Whether it did is known at its end.
 
     Args:
         text: the path as the user wrote it.
-        ranks: number of ranks that the batch is split over.
-        plan: under which it is to train, where that is known.
+        ranks: the number of ranks that the batch is split over.
+        plan: the plan under which it is to train, where that is known.
         module: the name by which the file is run as a module; "": it is run as a file.
 
     Raises:
@@ -83,16 +103,19 @@ def read_workload_file(text: str, ranks: int, plan: Plan | None = None, module: 
     _check_prepare(tree, path)
     program = list(sources(path, tree, UserProgram(str(path), module).root))
     safe = tuple(name for name in _imports(tree) if name.split(".")[0] in _FORK_SAFE)
-    is_loop = _is_loop(program)
+    module_of_loop = _module_of_loop(program)
+    is_loop = None if module_of_loop is None else bool(module_of_loop)
     if is_loop and plan is not None:
         check_plan_of_loop(plan)
-    # What trains may be an installed package's. A workload that is declared at the top level is a name of the file.
+    # An installed package may train. A workload that is declared at the top level is a name of the file.
     is_loop = "workload" not in _top_names(tree) if is_loop is None else is_loop
-    return WorkloadFile(path, safe, is_loop, any(_names_paceline(source) for source in program))
+    names_paceline = any(_names_paceline(source) for source in program)
+    plain = None if names_paceline else find_plain_script(program)
+    return WorkloadFile(path, safe, is_loop, names_paceline, plain, _TRAINERS.get(module_of_loop or "", ""))
 
 
-def _is_loop(program: Sequence[ast.Module]) -> bool | None:
-    """True if a program trains by `paceline.prepare`, or by what calls that; False if it declares a workload.
+def _module_of_loop(program: Sequence[ast.Module]) -> str | None:
+    """Return the module of `_LOOPS` by which a program trains; "" if it declares a workload.
 
     Args:
         program: the user's file, then those that it imports, nearest first. The first that shows either decides; None:
@@ -100,9 +123,10 @@ def _is_loop(program: Sequence[ast.Module]) -> bool | None:
     """
     for source in program:
         if _declares(source):
-            return False
-        if _prepares(source):
-            return True
+            return ""
+        for module, function in _LOOPS.items():
+            if _calls(source, module, function):
+                return module
     return None
 
 
@@ -113,29 +137,24 @@ def _top_names(tree: ast.Module) -> set[str]:
         if isinstance(node, ast.Import | ast.ImportFrom):
             names |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.Assign | ast.AnnAssign):
-            names |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+            names |= {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
     return names
 
 
 def _declares(tree: ast.Module) -> bool:
-    """True if a source makes a `Workload`, or hands one to `paceline.distribute`."""
+    """Return True if a source makes a `Workload`, or hands one to `paceline.distribute`."""
     makes = any(isinstance(node, ast.Call) and _name(node.func) == "Workload" for node in ast.walk(tree))
     return makes or _calls(tree, module_names.PACKAGE, "distribute")
 
 
-def _prepares(tree: ast.Module) -> bool:
-    """True if a source calls `paceline.prepare`, or what calls that."""
-    return any(_calls(tree, module, function) for module, function in _LOOPS.items())
-
-
 def _calls(tree: ast.Module, module: str, function: str) -> bool:
-    """True if a source calls a function of a module, by any name under which it has imported either."""
+    """Return True if a source calls a function of a module, by any name under which it has imported either."""
     is_call = _call_of(tree, module, function)
     return any(is_call(node) for node in ast.walk(tree))
 
 
 def _call_of(tree: ast.Module, module: str, function: str) -> Callable[[ast.AST], bool]:
-    """Return what is True for a call of a function of a module, by any name that a source has for it."""
+    """Return a predicate that is True for a call of a function of a module, by any name that a source has for it."""
     modules, functions = _names_of(tree, module, function)
 
     def is_call(node: ast.AST) -> bool:
@@ -148,7 +167,7 @@ def _call_of(tree: ast.Module, module: str, function: str) -> Callable[[ast.AST]
 
 
 def _names_of(tree: ast.Module, module: str, function: str) -> tuple[set[str], set[str]]:
-    """Return under which names the file has imported a module, and a function of it."""
+    """Return the names under which the file has imported a module, and a function of it."""
     modules = {module}
     functions = set()
     package, _, last = module.rpartition(".")
@@ -163,7 +182,7 @@ def _names_of(tree: ast.Module, module: str, function: str) -> tuple[set[str], s
 
 
 def _names_paceline(tree: ast.Module) -> bool:
-    """True if a source imports Paceline, wherever in it."""
+    """Return True if a source imports Paceline, wherever in it."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import) and any(_is_ours(alias.name) for alias in node.names):
             return True
@@ -173,7 +192,7 @@ def _names_paceline(tree: ast.Module) -> bool:
 
 
 def _is_ours(module: str) -> bool:
-    return module.partition(".")[0] == module_names.PACKAGE
+    return module.partition(".")[0] in (module_names.PACKAGE, "horovod")  # which paceline.horovod stands for
 
 
 def _json(path: Path) -> PacelineError:
@@ -187,18 +206,18 @@ def _no_file(path: Path) -> PacelineError:
     siblings = []
     if path.parent.is_dir():
         siblings = [file.name for file in path.parent.glob("*.py")]
-    near = difflib.get_close_matches(path.name, siblings, n=1)
+    near_names = difflib.get_close_matches(path.name, siblings, n=1)
     reason = "that is a folder" if path.is_dir() else "there is no such file"
     fix = "name the Python file that declares it"
-    first, _, others = str(path).partition(" ")
+    first, _, further_words = str(path).partition(" ")
     if path.exists() and not path.is_dir():  # such as a FIFO, which only one rank could read
         reason, fix = "it is not a regular file", "write it to one"
-    elif near:
-        fix = f"did you mean {path.parent / near[0]}? Name the file"
+    elif near_names:
+        fix = f"did you mean {path.parent / near_names[0]}? Name the file"
     elif (path / "plan.json").is_file():
         reason = "that is the directory of a run"
         fix = f"name the Python file; `paceline run --job {path.name} --resume FILE` goes on with that run"
-    elif others and Path(first).is_file():
+    elif further_words and Path(first).is_file():
         fix = f"write {path} without quotes: the file is one word, and its arguments are others"
     elif path.name.partition("=")[0] in (*AXES, *SHORT, *OPTIONS):
         fix = f"join it to the plan by a comma: --plan ...,{path}"
@@ -224,7 +243,7 @@ def _check_call(call: ast.Call, path: Path, ranks: int) -> None:
 
 
 def _check_prepare(tree: ast.Module, path: Path) -> None:
-    """Raise WorkloadError where `paceline.prepare` is called by names, or what it returns is taken in another order."""
+    """Raise WorkloadError where `paceline.prepare` is called by names, or its results are taken in another order."""
     is_call = _call_of(tree, module_names.PACKAGE, "prepare")
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and is_call(node):
@@ -239,20 +258,20 @@ def _check_prepare(tree: ast.Module, path: Path) -> None:
             continue
         if len(node.targets) != 1 or (node.value.keywords and not node.value.args):  # the call itself comes later
             continue
-        taken, given = node.targets[0], [ast.unparse(each) for each in node.value.args]
-        names = [ast.unparse(each) for each in taken.elts] if isinstance(taken, ast.Tuple) else []
-        if not names or any(name.startswith("*") for name in (*names, *given)):
+        target, handed = node.targets[0], [ast.unparse(element) for element in node.value.args]
+        names = [ast.unparse(element) for element in target.elts] if isinstance(target, ast.Tuple) else []
+        if not names or any(name.startswith("*") for name in (*names, *handed)):
             continue  # how many there are is known only when it runs
-        if len(names) != len(given) + 1 or (names[0] in given and names[-1] not in given):
+        if len(names) != len(handed) + 1 or (names[0] in handed and names[-1] not in handed):
             raise WorkloadError(
                 f"{path}, line {node.lineno}: paceline.prepare returns the job, and then what it is handed",
-                f"it is handed {', '.join(given) or 'nothing'}, and the file takes {', '.join(names)}",
+                f"it is handed {', '.join(handed) or 'nothing'}, and the file takes {', '.join(names)}",
                 f"write {_PREPARE}",
             )
 
 
 def _has_none(call: ast.Call, name: str) -> bool:
-    """True if the call hands in None by that name."""
+    """Return True if the call hands in None by that name."""
     for keyword in call.keywords:
         value = keyword.value
         if keyword.arg == name and isinstance(value, ast.Constant) and value.value is None:
@@ -261,7 +280,7 @@ def _has_none(call: ast.Call, name: str) -> bool:
 
 
 def _name(node: ast.expr) -> str:
-    """Return the last name of what is called: `Workload` for `paceline.Workload`."""
+    """Return the last name of a called expression: `Workload` for `paceline.Workload`."""
     if isinstance(node, ast.Attribute):
         return node.attr
     if isinstance(node, ast.Name):

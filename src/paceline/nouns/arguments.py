@@ -1,4 +1,4 @@
-"""Check what kinds of values public functions are handed, before they use them: one error of three parts for each."""
+"""Check the arguments of public functions before they are used: one error of three parts for each."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from paceline.nouns.parts import shown
 
 
 def whole_number(call: str, name: str, value: Any, least: int = 0) -> int:
-    """Return a whole number, numpy's and torch's as Python's.
+    """Return a whole number as Python's own; numpy's and torch's are converted.
 
     Args:
-        call: the function that was called, such as `job.save`; without a dot one of `paceline`.
-        name: of its argument.
-        value: what was handed in.
-        least: the smallest that there can be.
+        call: the name of the function, such as `job.save`; a name without a dot is one of `paceline`.
+        name: the name of the argument.
+        value: the value that the user passed.
+        least: the smallest number that is allowed.
 
     Raises:
-        UsageError: it is none, or smaller.
+        UsageError: the value is no whole number, or smaller.
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)
@@ -34,22 +34,22 @@ def whole_number(call: str, name: str, value: Any, least: int = 0) -> int:
     return number
 
 
-def flag(call: str, name: str, value: Any) -> bool:
+def flag(call: str, name: str, value: object) -> bool:
     """Return a truth value.
 
     Raises:
-        UsageError: it is neither True nor False; a text such as "no" would count as True.
+        UsageError: the value is neither True nor False; a text such as "no" would count as True.
     """
     if not isinstance(value, bool):
         raise _wrong(call, name, value, "True or False", f"write {name}=True, or leave it out")
     return value
 
 
-def text(call: str, name: str, value: Any, example: str) -> str:
+def text(call: str, name: str, value: object, example: str) -> str:
     """Return a text.
 
     Raises:
-        UsageError: it is none.
+        UsageError: the value is no text.
     """
     if not isinstance(value, str):
         raise _wrong(call, name, value, "a text", f"write e.g. {name}={example!r}")
@@ -60,19 +60,19 @@ def path(call: str, name: str, value: Any) -> Path:
     """Return a path.
 
     Raises:
-        UsageError: it is neither a text nor a path.
+        UsageError: the value is neither a text nor a path.
     """
     if not isinstance(value, str | os.PathLike) or not str(value):
         raise _wrong(call, name, value, "a path: a text or a pathlib.Path", "write e.g. 'runs/a'")
     return Path(value)
 
 
-def function(call: str, name: str, value: Any, example: str) -> None:
+def function(call: str, name: str, value: object, example: str) -> None:
     """Raise UsageError unless a value can be called."""
     if not callable(value):
         raise _wrong(call, name, value, "a function", f"write {example}")
 
 
-def _wrong(call: str, name: str, value: Any, wanted: str, fix: str) -> UsageError:
+def _wrong(call: str, name: str, value: object, expected: str, fix: str) -> UsageError:
     call = call if "." in call else f"paceline.{call}"
-    return UsageError(f"{name} of {call} should be {wanted}", f"it is {shown(value)}", fix)
+    return UsageError(f"{name} of {call} should be {expected}", f"it is {shown(value)}", fix)

@@ -11,12 +11,12 @@ from pathlib import Path
 from paceline.nouns.reading import parse_whole
 
 _NO_LIMIT = 2**60  # cgroup v1 writes its "no limit" as a number near 2^63
-# Files of the limit and of what is used, of cgroup versions 2 and 1.
+# Files of the limit and of the used bytes, of cgroup versions 2 and 1.
 _CGROUP_MEMORY = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Return the memory that this process and others may still take: of the host, or of the control group.
+    """Return the memory that this process and others may still take, by the host or by the control group.
 
     The process's own limits count too (RLIMIT_AS, RLIMIT_DATA).
     """
@@ -26,16 +26,16 @@ def available_bytes(root: Path = Path("/")) -> int:
     limit, used = cgroup_memory(root)
     if limit is not None:
         found.append(limit - used)
-    own = psutil.Process().memory_info()
-    for kind, taken in ((resource.RLIMIT_AS, own.vms), (resource.RLIMIT_DATA, own.data)):
+    usage = psutil.Process().memory_info()
+    for kind, used_bytes in ((resource.RLIMIT_AS, usage.vms), (resource.RLIMIT_DATA, usage.data)):
         soft, _ = resource.getrlimit(kind)
         if soft != resource.RLIM_INFINITY:
-            found.append(soft - int(taken))
+            found.append(soft - int(used_bytes))
     return max(0, min(found))
 
 
 def cgroup_folders(root: Path, controller: str) -> list[Path]:
-    """Return the folders of this process's control group and of those around it: a limit of any of them holds.
+    """Return the folders of this process's control group and of those around it: a limit of any of them applies.
 
     Source: cgroups(7). A line of /proc/self/cgroup is "0::/path" in version 2, "4:cpu,cpuacct:/path" in version 1.
     """
@@ -57,7 +57,7 @@ def cgroup_folders(root: Path, controller: str) -> list[Path]:
 
 
 def cgroup_memory(root: Path) -> tuple[int | None, int]:
-    """Return the lowest limit, and the bytes used of it; those that the kernel can drop are not counted."""
+    """Return the lowest limit, and the bytes used of it; bytes that the kernel can drop are not counted."""
     lowest: int | None = None
     used_of_lowest = 0
     for folder in cgroup_folders(root, "memory"):

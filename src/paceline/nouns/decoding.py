@@ -1,4 +1,4 @@
-"""How many tokens `job.generate` makes, and how it chooses them."""
+"""Choose the tokens that `job.generate` makes: their number, and the rule for each."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from paceline.nouns.errors import UsageError, did_you_mean
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoding:
-    """How many tokens are made, and how they are chosen. All numbers are checked when it is made.
+    """The number of tokens to make, and the rule that chooses each. All numbers are checked when it is made.
 
     Args:
-        max_new_tokens: at most so many for each row.
-        temperature: 0 takes the token of the largest logit; above, tokens are drawn, from logits divided by it.
-        top_k: draw among so many of the largest logits; 0: among all.
-        top_p: draw among the largest that together have at least this share of the probability (Holtzman et al. 2019).
+        max_new_tokens: the largest number of tokens for each row.
+        temperature: the divisor of the logits from which tokens are drawn; 0 takes the token of the largest logit.
+        top_k: the number of the largest logits among which a token is drawn; 0: among all.
+        top_p: the share of the probability that the largest logits must have together; a token is drawn among these
+            (Holtzman et al. 2019).
         end: a token, or several, after which a row ends.
-        seed: of the draws. A row's draws depend on it, the row's number and the position alone.
-        cache: go on from the keys and values of the tokens before, by the model's own code; None: if the model can, and
-            the plan leaves it whole or sharded.
+        seed: the seed of the draws. A row's draws depend only on it, the row's number and the position.
+        cache: True to reuse the keys and values of the tokens before, by the model's own code; None: if the model can,
+            and the plan leaves it whole or sharded.
 
     Raises:
-        UsageError: one of them is no such number, or has no effect.
+        UsageError: an argument is no such number, or has no effect.
 
     Examples:
         >>> from paceline.nouns.decoding import Decoding
@@ -67,35 +68,35 @@ class Decoding:
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
-        """The tokens after which a row ends."""
+        """Return the tokens after which a row ends."""
         if self.end is None:
             return ()
         return self.end if isinstance(self.end, tuple) else (self.end,)
 
     @classmethod
     def of(cls, max_new_tokens: Any, options: Mapping[str, Any]) -> Decoding:
-        """Return it from the arguments of `job.generate`.
+        """Return the settings from the arguments of `job.generate`.
 
         Raises:
-            UsageError: an option is unknown, or not as it should be.
+            UsageError: an option is unknown, or has a value that it can't have.
         """
         known = [field.name for field in dataclasses.fields(cls)]
         for name in options:
             if name not in known:
                 fix = did_you_mean(name, known, f"take one of {', '.join(known)}")
                 raise UsageError("job.generate takes other options", f"{name!r} is none of them", fix)
-        given = dict(options)
-        if isinstance(given.get("end"), list):
-            given["end"] = tuple(given["end"])
-        return cls(max_new_tokens=max_new_tokens, **given)
+        settings = dict(options)
+        if isinstance(settings.get("end"), list):
+            settings["end"] = tuple(settings["end"])
+        return cls(max_new_tokens=max_new_tokens, **settings)
 
     def choose(self, logits: Any, row: int, number: int) -> int:
         """Return the next token.
 
         Args:
-            logits: (vocabulary), in float64.
-            row: its number among all prompts.
-            number: of the new token in the row, from 0.
+            logits: the logits of the next token, of shape (vocabulary), in float64.
+            row: the number of the row among all prompts.
+            number: the number of the new token in the row, from 0.
         """
         if self.temperature == 0:
             return int(logits.argmax())
@@ -112,7 +113,7 @@ class Decoding:
         return int(tokens[min(place, len(shares) - 1)])
 
     def _draw(self, row: int, number: int) -> float:
-        """Return a number from 0 to below 1 that these three alone determine."""
+        """Return a number from 0 to below 1 that depends only on the seed, the row and the number."""
         digest = hashlib.sha256(f"{self.seed}/{row}/{number}".encode()).digest()
         return float(int.from_bytes(digest[:8], "little") >> 11) / float(2**53)
 
@@ -121,5 +122,5 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _refused(name: str, value: Any, wanted: str) -> UsageError:
-    return UsageError(f"{name} of job.generate should be {wanted}", f"it is {value!r:.60}", "write such a number")
+def _refused(name: str, value: Any, expected: str) -> UsageError:
+    return UsageError(f"{name} of job.generate should be {expected}", f"it is {value!r:.60}", "write such a number")

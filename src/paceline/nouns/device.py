@@ -1,4 +1,4 @@
-"""Read a device such as `cpu`, `16GB` or `V100-16GB`, and say how much memory a job has there."""
+"""Read a device such as `cpu`, `16GB` or `V100-16GB`, and compute the memory that a job has there."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def peak_flops(name: str, precision: str) -> float | None:
     """Return the operations per second that a GPU can do at most; None where that is not known.
 
     Args:
-        name: as torch gives it, such as "NVIDIA A100-SXM4-80GB".
-        precision: of the workload.
+        name: the name of the GPU as torch gives it, such as "NVIDIA A100-SXM4-80GB".
+        precision: the precision of the workload.
     """
     for pattern, half, single in _PEAKS:
         if re.search(pattern, name.upper()):
@@ -64,10 +64,10 @@ class Device:
     """A device that a rank computes on.
 
     Attributes:
-        name: as it was asked for.
-        kind: "cpu" or "cuda".
-        memory: bytes that a process can have; None where that is not asked.
-        expandable_segments: torch's allocator has them there (PYTORCH_ALLOC_CONF=expandable_segments:True).
+        name: the name as the user wrote it.
+        kind: the kind of device, "cpu" or "cuda".
+        memory: the bytes that a process can have; None where that does not matter.
+        expandable_segments: True where torch's allocator has them there (PYTORCH_ALLOC_CONF=expandable_segments:True).
     """
 
     name: str
@@ -80,7 +80,7 @@ class Device:
         """Read `cpu`, `cuda`, `16GB` or `V100-16GB`.
 
         Raises:
-            PlanError: it is none of these.
+            PlanError: the text is none of these.
         """
         if text in ("cpu", "cuda"):
             return cls(text, text, None)
@@ -97,7 +97,7 @@ class Device:
 
     @property
     def has_bf16(self) -> bool | None:
-        """True if its matrix units compute in bf16; None where the name does not say.
+        """Return True if its matrix units compute in bf16; None where the name does not say.
 
         A GPU without it computes bf16 by other means, slowly, or refuses, and has no flash attention.
         """

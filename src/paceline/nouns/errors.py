@@ -29,18 +29,21 @@ import errno
 from collections.abc import Iterable, Mapping
 
 MEETS_NOT = 2  # the exit code of a request that can't be met
-_LONGEST, _LONGEST_FOUND = 1000, 4000  # characters of a part; what was read may be in it, and be of any length
+_LONGEST, _LONGEST_FOUND = 1000, 4000  # characters of a part; it may quote text of any length
 
 
 class PacelineError(Exception):
     """Catch this to catch everything Paceline raises on purpose.
 
     Args:
-        asked: what should be, or what can't be done: the first line.
-        found: what was found instead; it speaks of the first line's subject.
-        fix: what to do, as an imperative.
+        asked: the expectation, or the action that failed: the first line.
+        found: the fact that was found instead, about the first line's subject.
+        fix: the advice to the user, as an imperative.
+        settings: the names of the settings that the error is about.
 
     Attributes:
+        settings (tuple[str, ...]): the names of the settings that the error is about, such as ("image",): a command
+            adds where their values come from, such as a flag or the cluster file.
         rank (int | None): the rank where it happened, from 0; None where no rank is known.
         step (int | None): the optimizer step in which it happened, from 1; None outside of a step.
         exit_code (int): the status with which the `paceline` command ends: 1, or 2 for a request that can't be met.
@@ -62,10 +65,11 @@ class PacelineError(Exception):
 
     exit_code = 1
 
-    def __init__(self, asked: str, found: str, fix: str) -> None:
+    def __init__(self, asked: str, found: str, fix: str, settings: tuple[str, ...] = ()) -> None:
         asked, found, fix = _cut(asked, _LONGEST), _cut(found, _LONGEST_FOUND), _cut(fix, _LONGEST)
         super().__init__(asked, found, fix)
         self.asked, self.found, self.fix = asked, found, fix
+        self.settings = settings
         self.rank: int | None = None
         self.step: int | None = None
 
@@ -73,11 +77,11 @@ class PacelineError(Exception):
         """Set the rank and step where it happened, and return this error, for `raise error.at(rank=3)`.
 
         Args:
-            rank: from 0; None leaves it as it is.
-            step: from 1; None leaves it as it is.
+            rank: the rank, from 0; None leaves the present one.
+            step: the step, from 1; None leaves the present one.
 
         Returns:
-            This error, for `raise`.
+            This error, so that it can be raised.
 
         Examples:
             >>> from paceline.nouns.errors import DataError
@@ -92,17 +96,17 @@ class PacelineError(Exception):
         return self
 
     def __str__(self) -> str:
-        where = [f"{name} {at}" for name, at in (("rank", self.rank), ("step", self.step)) if at is not None]
-        prefix = f"[{', '.join(where)}] " if where else ""
+        location = [f"{name} {at}" for name, at in (("rank", self.rank), ("step", self.step)) if at is not None]
+        prefix = f"[{', '.join(location)}] " if location else ""
         return f"{prefix}{self.asked}\n  found: {self.found}\n  fix: {self.fix}"
 
 
 def last_error_of(stderr: str, nothing: str) -> str:
-    """Return in one line why a process failed.
+    """Return the reason why a process failed, in one line.
 
     Args:
-        stderr: what it wrote. Its last line says why, or the three lines of a PacelineError do.
-        nothing: what to return if it wrote nothing.
+        stderr: the text of its standard error; its last line has the reason, or the three lines of a PacelineError.
+        nothing: the text to return if it printed nothing.
     """
     lines = stderr.strip().splitlines()
     if not lines:
@@ -202,10 +206,8 @@ class LossError(PacelineError):
         >>> try:
         ...     job.step(next(job.batches()))
         ... except LossError as error:
-        ...     print(error)
-        [rank 0, step 1] the loss should return (sum, weight)
-          found: it returned a tensor of shape () and torch.float32: a mean alone can't be split over ranks
-          fix: return the losses added up and their number: cross_entropy(..., reduction='sum'), labels.numel()
+        ...     print(error.fix)
+        return the losses added up and their number: cross_entropy(..., reduction='sum'), labels.numel()
     """
 
 
@@ -236,7 +238,7 @@ class CheckpointError(PacelineError):
     """A checkpoint is missing, torn, altered or of another model.
 
     Attributes:
-        saved_to (str | None): where a job's last step was saved, if its run directory could not take it.
+        saved_to (str | None): the place where a job's last step was saved, if its run directory could not take it.
 
     Examples:
         Continue from a checkpoint if there is one:
@@ -316,7 +318,7 @@ class PeerLostError(PacelineError):
 class RankFailedError(PacelineError):
     """A rank of `paceline.launch` has failed, and the others were ended.
 
-    It has the error of the rank that failed first. Notebooks show that rank's traceback alone, with the lines of the
+    It has the error of the rank that failed first. Notebooks show only that rank's traceback, with the lines of the
     cell; elsewhere the traceback is a note of this error.
 
     Attributes:
@@ -346,29 +348,29 @@ def how_to_write(error: OSError, place: str = "with --runs") -> str:
     """Return the fix for a file that can't be written, by the system's reason.
 
     Args:
-        error: what the system said.
-        place: how another place is named; "": it can't be.
+        error: the error that the system returned.
+        place: the words that name another place, such as a flag; "": there is no other.
     """
-    other = f", or name another place {place}" if place else ""
+    elsewhere = f", or name another place {place}" if place else ""
     reasons = {
-        **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), f"free space there{other}"),
+        **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), f"free space there{elsewhere}"),
         **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit on open files (`ulimit -n 4096`)"),
         **dict.fromkeys((errno.EINVAL, errno.EISDIR), "move away what has that name"),  # see `reading.regular`
         errno.EFBIG: "raise the limit on the size of a file (`ulimit -f unlimited`)",
-        errno.EROFS: f"mount that file system so that it can be written{other}",
-        errno.EIO: f"look at that disk (`dmesg` says what failed){other}",
+        errno.EROFS: f"mount that file system so that it can be written{elsewhere}",
+        errno.EIO: f"look at that disk (`dmesg` says what failed){elsewhere}",
     }
-    return reasons.get(error.errno or 0, f"see that you may write there{other}")
+    return reasons.get(error.errno or 0, f"see that you may write there{elsewhere}")
 
 
 def did_you_mean(word: str, choices: Iterable[str], otherwise: str, same: Mapping[str, str] | None = None) -> str:
     """Return the fix for a misspelt word: the nearest choice, or `otherwise` when none is near.
 
     Args:
-        word: what was written.
-        choices: what could have been.
+        word: the word that the user wrote.
+        choices: the words that are allowed.
         otherwise: the fix where no choice is near.
-        same: choices by other words for the same thing.
+        same: the choices by other words for the same thing.
     """
     choices = list(choices)
     meant = (same or {}).get(word.lower())

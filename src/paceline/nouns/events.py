@@ -5,25 +5,51 @@ An event that is yielded has the fields of its kind in their types. Fields that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from paceline.nouns.errors import ReadError
-from paceline.nouns.reading import COUNT, LONGEST_LINE, NUMBER, Form, fault_of, lines_of, parse_json, regular
+from paceline.nouns.reading import (
+    COUNT,
+    LARGEST,
+    LONGEST_LINE,
+    NUMBER,
+    Form,
+    LineFollower,
+    fault_of,
+    lines_backwards,
+    parse_json,
+)
+from paceline.nouns.step_record import StepRecord
 
 _LONGEST_KIND = 100  # characters
+_KIND = re.compile(rb'\{"event": ?"(\w+)"')  # as a job writes its events
 _OF_ANY = {"at?": float, "step?": (COUNT, None), "epoch?": NUMBER}
+_NOT_NUMBERS = ("event", "step", "epoch", "at")
+_OF_EVERY_STEP = ("step", "position", "samples", "loss", "memory_bytes")
 _NAMED = {"name?": str, "path?": str, "found?": str, "url?": str, "seconds?": float}
+
+
+def _form_of_step() -> dict[str, Form]:
+    """Return the form of the event `step`, which is a StepRecord and the time at which it was written."""
+    form: dict[str, Form] = {"at": float}
+    for field in fields(StepRecord):
+        kind = COUNT if field.type == "int" else NUMBER
+        if field.name in _OF_EVERY_STEP:
+            form[field.name] = kind
+        else:
+            form[f"{field.name}?"] = (kind, bool, None) if field.type == "bool" else (kind, None)
+    return form
+
+
 # Required is what a reader can't do without: jobs of before version 1 lack some fields.
 _FORMS: dict[str, dict[str, Form]] = {
     "start": {"total_steps": COUNT, "world_size?": COUNT, "restart?": COUNT, "takes_over?": bool},
     "own_batches": {"total_steps": COUNT},
-    "step": {
-        "step": COUNT, "position": COUNT, "samples": COUNT, "loss": NUMBER, "at": float, "memory_bytes": COUNT,
-        "seconds?": (NUMBER, None), "weight?": (NUMBER, None), "sent_bytes?": (NUMBER, None),
-        "gradient_norm?": (NUMBER, None), "loss_scale?": (NUMBER, None),
-    },
+    "step": _form_of_step(),
     "checkpoint": {**_NAMED, "path": str, "removed?": [str]},
     "copied": {**_NAMED, "path": str, "url": str},
     "resumed": {"step": COUNT, "position": COUNT, "path?": str, "takes_over?": bool},
@@ -62,11 +88,39 @@ def decoded(content: bytes) -> Iterator[dict[str, Any]]:
             yield event
 
 
-def events_in(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events in a file; nothing where it can't be read."""
+def events_after(follower: LineFollower) -> Iterator[dict[str, Any]]:
+    """Yield the events that have been written since a follower has read last; nothing where there is no file yet."""
     try:
-        with open(path, "rb", opener=regular) as file:
-            for line in lines_of(file):
-                yield from decoded(line)
+        for _, line in follower.lines():
+            yield from decoded(line)
     except OSError:
         return
+
+
+def newest_first(path: Path, kinds: Container[str] = (), most_bytes: int = LARGEST) -> Iterator[dict[str, Any]]:
+    """Yield the events in a file, the last one first; nothing where it can't be read.
+
+    Args:
+        path: the path of the file.
+        kinds: the kinds of events that are wanted; empty: all.
+        most_bytes: the largest number of bytes that are read, from the file's end.
+    """
+    for line in lines_backwards(path, most_bytes):
+        kind = kind_of(line)
+        if not kinds or not kind or kind in kinds:
+            yield from (event for event in decoded(line) if not kinds or event["event"] in kinds)
+
+
+def kind_of(line: bytes) -> str:
+    """Return the kind of the event in a line without decoding it; "" where the line does not begin with it."""
+    kind = _KIND.match(line)
+    return "" if kind is None else kind[1].decode()
+
+
+def numbers_in(event: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of an event `evaluation` or `logged`, by name."""
+    return {
+        name: value
+        for name, value in event.items()
+        if name not in _NOT_NUMBERS and isinstance(value, int | float) and not isinstance(value, bool)
+    }

@@ -1,26 +1,26 @@
-"""Say which plans can train a loop of the user's own (`paceline.prepare`)."""
+"""Check whether a plan can train a loop of the user's own (`paceline.prepare`)."""
 
 from __future__ import annotations
 
 from paceline.nouns.errors import PlanError
-from paceline.nouns.mesh import Mesh
+from paceline.nouns.mesh import PLACE_AXES, Mesh
 from paceline.nouns.plan import Plan
 
 
 def check_plan_of_loop(plan: Plan) -> None:
     """Raise PlanError unless a loop of one's own can run under the plan."""
     mesh = Mesh.parse(plan.mesh)
-    others = [axis for axis in mesh.used() if axis not in ("replicate", "shard", "tensor")]
+    refused_axes = [axis for axis in mesh.used() if axis not in ("replicate", "shard", *PLACE_AXES)]
     asked = f"the plan is {plan.mesh}"
     if plan.strategy == "servers":
-        others = ["server"]
+        refused_axes = ["server"]
         asked = f"the plan has server={plan.server}"
-    if others:
+    if refused_axes:
         raise PlanError(
             f"paceline.prepare trains the models of a plain loop, and {asked}",
-            f"{others[0]} needs the loss as a function of the model and a batch",
-            "write -n N without --plan, shard=N, or tensor=N; or declare the model, the loss and the data in a "
-            "paceline.Workload, which every plan trains",
+            f"{refused_axes[0]} needs the loss as a function of the model and a batch",
+            "write -n N without --plan, shard=N, tensor=N, context=N or expert=N; or declare the model, the loss and "
+            "the data in a paceline.Workload, which every plan trains",
         )
     is_cut = mesh.size("shard") > 1 and plan.zero > 1
     if is_cut and plan.compression not in ("none", "bf16"):
@@ -29,10 +29,18 @@ def check_plan_of_loop(plan: Plan) -> None:
             f"the axis shard with zero={plan.zero} has none and bf16",
             "write compression=bf16, or zero=1",
         )
-    if mesh.size("shard") > 1 and mesh.size("tensor") > 1:
+    places = mesh.used(PLACE_AXES)
+    if len(places) > 1:
         raise PlanError(
             f"paceline.prepare trains the models of a plain loop, and the plan is {plan.mesh}",
-            "tensor gives each rank pieces of parameters, and shard shares out the update of whole ones",
+            f"one axis at a time splits what a loop calls, and these are {' and '.join(places)}",
+            "write one of them, and replicate; or declare the model, the loss and the data in a paceline.Workload",
+        )
+    if mesh.size("shard") > 1 and places:
+        pieces = "positions of every sequence" if places[0] == "context" else "pieces of parameters"
+        raise PlanError(
+            f"paceline.prepare trains the models of a plain loop, and the plan is {plan.mesh}",
+            f"{places[0]} gives each rank {pieces}, and shard shares out the update of whole ones",
             "write replicate in place of shard; or declare the model, the loss and the data in a paceline.Workload",
         )
     if plan.offload == "on":

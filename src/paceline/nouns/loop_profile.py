@@ -1,4 +1,4 @@
-"""What the first steps of a loop of the user's own were found to hold and send on one rank.
+"""Describe the memory and traffic of a loop's first steps on one rank, as they were recorded.
 
 `profile/profile_loop.py` writes it, `paceline plan` reads it: a file between a process with torch and one without.
 """
@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from paceline.nouns.errors import WorkloadError
-from paceline.nouns.profile import Profile
+from paceline.nouns.profile import LEDGER_ROW, Profile
 from paceline.nouns.reading import COUNT, fault_of, read_json, reason_of
 
 _MOST_BYTES = 2**30
-_ROW = {"collective": str, "axis": str, "calls": COUNT, "bytes": COUNT}
 _MODEL = {"name": str, "parameters": COUNT, "parameter_bytes": COUNT, "trained": COUNT, "buffer_bytes": COUNT}
 _OPTIMIZER = {"name": str, "parameters": COUNT, "state_bytes": COUNT}
-_STEP = {"traffic": [_ROW], "backwards": COUNT, "updates": [COUNT]}
+_STEP = {"traffic": [LEDGER_ROW], "backwards": COUNT, "updates": [COUNT]}
 _FORM = {
     "profile": dict,
     "models": [_MODEL],
@@ -35,13 +34,14 @@ class LoopProfile:
     """A few steps of a loop on one rank, under one plan.
 
     Attributes:
-        profile: memory, operations and the last step's traffic.
-        models: of each that `prepare` was handed, its class and sizes; those of all ranks together.
-        optimizers: of each, its class, the elements that it updates, and the bytes of its state on this rank.
-        steps: of each that was recorded, from the first: its traffic, calls of `job.backward`, updates by optimizer.
-        from_step: index of the first step that is like those which follow.
-        batch_size: samples in the last batch, over all ranks; 0 where the loop makes its own.
-        owned: elements that each rank of `shard` updates; empty where every rank updates all.
+        profile: the memory, the operations and the last step's traffic.
+        models: the class and the sizes of each model that `prepare` was handed, over all ranks together.
+        optimizers: the class of each optimizer, the elements that it updates, and the bytes of its state on this rank.
+        steps: the recorded steps, from the first: the traffic of each, its calls of `job.backward`, and its updates by
+            optimizer.
+        from_step: the index of the first step that is like those which follow.
+        batch_size: the samples in the last batch, over all ranks; 0 where the loop makes its own.
+        owned: the number of elements that each rank of `shard` updates; empty where every rank updates all.
     """
 
     profile: Profile
@@ -59,7 +59,7 @@ class LoopProfile:
 
     @classmethod
     def read(cls, path: Path) -> LoopProfile:
-        """Read what `write` wrote.
+        """Read the file that `write` wrote.
 
         Raises:
             WorkloadError: the file is missing or is no such profile.

@@ -17,15 +17,16 @@ from paceline.nouns.reading import parse_whole, shown
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """What an axis does to a job: whatever depends on the kind of an axis asks this table.
+    """The properties of an axis: all code that depends on the kind of an axis asks this table.
 
     Attributes:
-        name: in plans, and of the strategy in `parallel/`.
+        name: the name in plans, and of the strategy in `parallel/`.
         short: the field's short word, which plans may use too.
-        splits_batch: its ranks see different samples.
-        cuts_parameters: its ranks hold pieces of the same parameters.
-        spreads_parameters: its ranks hold different elements, cut or not: the gradient's norm is a sum over it.
-        runs_graphs: the model runs as captured graphs, not by its own code.
+        splits_batch: True where its ranks see different samples.
+        cuts_parameters: True where its ranks hold pieces of the same parameters.
+        spreads_parameters: True where its ranks hold different elements, cut or not: the gradient's norm is a sum over
+            the axis.
+        runs_graphs: True where the model runs as captured graphs, not by its own code.
         sums_gradients_by: the collective by which gradients become those of all its ranks.
     """
 
@@ -60,11 +61,7 @@ DATA_AXES = tuple(axis.name for axis in AXIS_TABLE if axis.splits_batch)
 # Innermost first: where several axes cut a parameter, the innermost has cut it first.
 CUTTING_AXES = tuple(axis.name for axis in reversed(AXIS_TABLE) if axis.cuts_parameters)
 SPREADING_AXES = tuple(axis.name for axis in reversed(AXIS_TABLE) if axis.spreads_parameters)
-# Whose ranks hold the same parameters and parts of the same gradients, which one sum makes whole.
-GRADIENT_AXES = ("replicate", "expert", "context")
-# The same for the weights of experts, of which each rank of `expert` has others.
-EXPERT_GRADIENT_AXES = ("replicate", "context")
-# Whose ranks run graphs of the same samples, outermost first.
+# The axes whose ranks run graphs of the same samples, outermost first.
 PLACE_AXES = ("expert", "context", "tensor")
 GRAPH_AXES = tuple(axis.name for axis in reversed(AXIS_TABLE) if axis.runs_graphs)
 
@@ -100,7 +97,7 @@ class Mesh:
 
     @property
     def world_size(self) -> int:
-        """Ranks that the mesh covers: the product of its sizes."""
+        """Return the number of ranks that the mesh covers: the product of its sizes."""
         return math.prod(self.sizes)
 
     def used(self, axes: Sequence[str] = AXES) -> list[str]:
@@ -140,14 +137,14 @@ class Mesh:
 
     @property
     def data_size(self) -> int:
-        """Parts that the global batch is split into."""
+        """Return the number of parts into which the global batch is split."""
         return math.prod(self.size(axis) for axis in DATA_AXES)
 
     def data_part(self, rank: int) -> int:
-        """Return which of the `data_size` parts of a batch is `rank`'s."""
+        """Return the number of `rank`'s part of a batch, from 0 to `data_size` - 1."""
         at = self.coordinate(rank)
         part = 0
-        # Mixed radix again, of the data axes alone.
+        # Mixed radix again, only of the data axes.
         for axis in DATA_AXES:
             part = part * self.size(axis) + at[axis]
         return part
@@ -162,7 +159,7 @@ class Mesh:
 
     @property
     def places(self) -> int:
-        """Ranks that run graphs of the same samples and the same stages."""
+        """Return the number of ranks that run graphs of the same samples and the same stages."""
         return math.prod(self.size(axis) for axis in PLACE_AXES)
 
     def place_of(self, at: Mapping[str, int]) -> int:
@@ -202,9 +199,9 @@ def _checked_size(text: str, axis: str, size: str, sizes: dict[str, int]) -> int
 
     Args:
         text: the whole mesh, for errors.
-        axis: of the item.
-        size: of the item.
-        sizes: those of the items before.
+        axis: the axis that the item names.
+        size: the text of its size.
+        sizes: the sizes of the items before, by axis.
     """
     if axis not in AXES:
         raise MeshError(

@@ -20,19 +20,23 @@ JOB = "paceline.train.job"
 PARALLEL_SERVER = "paceline.parallel.server"
 GRAPH_MODEL = "paceline.parallel.graph_model"
 FSDP_ADAPTER = "paceline.parallel.shard.fsdp_adapter"
-DEMO_WORKLOAD = "paceline.demo.workload"
+DEMO_WORKLOAD = "paceline.demo.demo_workload"
 
 # Children with torch of commands that start without it.
 TORCH_FACTS = "paceline.doctor.probe.torch_facts"
-DESCRIBE = "paceline.profile.describe"
 PROFILE_WORKLOAD = "paceline.profile.profile_workload"
 PROFILE_LOOP = "paceline.profile.profile_loop"
 VERIFY_DRY_RUN = "paceline.verify.ranks.dry_run"
 VERIFY_REFERENCE = "paceline.verify.ranks.reference"
 VERIFY_RANK = "paceline.verify.ranks.rank_main"
-VERIFY_REPLAY = "paceline.verify.ranks.replay"
+VERIFY_REPLAY = "paceline.verify.ranks.replay_step"
 
 # What trains a loop of the user's own.
 PACKAGE = "paceline"
+ACCELERATE = "paceline.integrations.accelerate"
 TRANSFORMERS = "paceline.integrations.transformers"
 LIGHTNING = "paceline.integrations.lightning"
+
+# What has Horovod's names, and what lets a rank import them, by `paceline horovodrun`.
+HOROVOD = "paceline.horovod"
+HOROVOD_ALIAS = "paceline.horovod.import_alias"

@@ -1,4 +1,4 @@
-"""Say what names and paths may be: each is checked by this table where it enters, and stands in scripts later."""
+"""Check names and paths by one table where they enter: they stand in scripts later."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from paceline.nouns.errors import UsageError
 from paceline.nouns.reading import shown
 
-# What ends a line of a script, what a terminal takes for a command, and bytes of a path that are no UTF-8.
+# Characters that end a line of a script, that a terminal takes for a command, and bytes that are no UTF-8.
 _CONTROL = "\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff"
 _HAS_CONTROL = "it has a line end or another control character"
-LABEL_LENGTH = 63  # of Kubernetes
+LABEL_LENGTH = 63  # Kubernetes' limit
 LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # RFC 1035: it names a Service
 LABEL_VALUE = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
 _OBJECT = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")  # RFC 1123: of most objects of Kubernetes
@@ -19,14 +19,14 @@ _OBJECT = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")  # RFC 1123: of most obj
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a name or a path may be.
+    """The rules for one kind of names or paths.
 
     Args:
-        asked: how an error calls it, where the caller does not say; {} is the text.
-        form: of the whole text.
-        found: what is wrong with a text of another form.
-        fix: what to write.
-        most: its characters.
+        asked: the first line of the error, where the caller has none; {} is the text.
+        form: the pattern of the whole text.
+        found: the error's second line for a text of another form.
+        fix: the advice to the user.
+        most: the largest number of characters.
     """
 
     asked: str
@@ -42,7 +42,7 @@ KINDS: dict[str, Kind] = {
         re.compile(r"\w[\w.+=,@-]*"),
         "a name has letters, digits and _ . - + = , @ alone, and begins with a letter, a digit or _",
         "write such as --job bert-1",
-        most=255,  # of a folder's name
+        most=255,  # the limit of a folder's name
     ),
     # A run that an earlier Paceline made has any name that a folder may have.
     "run": Kind(
@@ -111,17 +111,18 @@ KINDS: dict[str, Kind] = {
 
 
 def is_name(kind: str, text: str) -> bool:
-    """True if a text is what a kind of KINDS may be."""
+    """Return True if a text follows the rules of a kind in KINDS."""
     return KINDS[kind].form.fullmatch(text) is not None and len(text) <= KINDS[kind].most
 
 
-def check_name(kind: str, text: str, asked: str = "", fix: str = "") -> None:
-    """Raise UsageError unless a text is what a kind of KINDS may be.
+def check_name(kind: str, text: str, asked: str = "", fix: str = "", settings: tuple[str, ...] = ()) -> None:
+    """Raise UsageError unless a text follows the rules of a kind in KINDS.
 
     Args:
-        kind: of the text.
-        text: as it was written.
+        kind: the kind of the text.
+        text: the text as the user wrote it.
         asked, fix: the error's first and last line; "": those of the kind.
+        settings: names of the settings that the text is the value of.
     """
     if is_name(kind, text):
         return
@@ -129,9 +130,9 @@ def check_name(kind: str, text: str, asked: str = "", fix: str = "") -> None:
     found = row.found
     if len(text) > row.most:
         found = f"it has {len(text)} characters, and {row.most} are allowed"
-    raise UsageError(asked or row.asked.format(shown(text)), found, fix or row.fix)
+    raise UsageError(asked or row.asked.format(shown(text)), found, fix or row.fix, settings)
 
 
 def job_name_of(text: str) -> str:
-    """Return a job's name made of a text, such as the name of a file, that may have other characters."""
+    """Return a job's name made of a text with any characters, such as the name of a file."""
     return re.sub(r"[^\w.-]+", "-", text).lstrip("-.") or "job"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.nouns.errors import PlanError
-from paceline.nouns.mesh import GRADIENT_AXES, GRAPH_AXES, Mesh
+from paceline.nouns.mesh import GRAPH_AXES, Mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +20,10 @@ class Scope:
     """The plans in which an option has an effect.
 
     Args:
-        axes: it needs one of these; none: any plan will do.
-        neutral: values that ask for nothing, and may stand in any plan.
+        axes: the axes of which the option needs one; none: any plan will do.
+        neutral: the values that ask for nothing, and may stand in any plan.
         beside_split: the values that it can have where tensor or pipeline splits the model too; None: any.
-        of_servers: it needs parameter servers, and no axis.
+        of_servers: True where it needs parameter servers, and no axis.
     """
 
     axes: tuple[str, ...] = ()
@@ -63,9 +63,9 @@ def check_options(options: Mapping[str, Any], mesh: Mesh, named: set[str], serve
     """Raise PlanError where an option of a plan has no effect.
 
     Args:
-        options: by name, those that somebody asked for.
-        mesh: the plan's.
-        named: axes that the plan names, with any size.
+        options: the values of the options that the user wrote, by name.
+        mesh: the mesh of the plan.
+        named: the axes that the plan names, with any size.
         servers: the plan's number of parameter servers.
     """
     for name, value in options.items():
@@ -80,12 +80,12 @@ def check_options(options: Mapping[str, Any], mesh: Mesh, named: set[str], serve
                 f"each is a server of its own, and it has {servers}",
                 f"write server={value}, or replicas={servers}",
             )
-        if scope.axes and not named & {*scope.axes}:
+        if scope.axes and not named & {*_axes_of(scope, options, mesh)}:
             raise _without_axis(name, value, scope)
         _check_beside_split(name, value, mesh)
 
 
-def _without_axis(name: str, value: Any, scope: Scope) -> PlanError:
+def _without_axis(name: str, value: object, scope: Scope) -> PlanError:
     axis = scope.axes[0]
     return PlanError(
         f"the plan's {name}={value}",
@@ -94,7 +94,7 @@ def _without_axis(name: str, value: Any, scope: Scope) -> PlanError:
     )
 
 
-def _check_beside_split(name: str, value: Any, mesh: Mesh) -> None:
+def _check_beside_split(name: str, value: object, mesh: Mesh) -> None:
     """Raise PlanError where tensor or pipeline leaves an option of `shard` without effect."""
     beside = mesh.used(GRAPH_AXES)
     scope = SCOPES[name]
@@ -106,35 +106,35 @@ def _check_beside_split(name: str, value: Any, mesh: Mesh) -> None:
             "there shard splits optimizer state on the rank's device (zero=1), and nothing else",
             f"leave {name} out, or leave {beside[0]} out",
         )
-    if name == "compression" and not mesh.used(GRADIENT_AXES) and mesh.size("shard") > 1:
-        raise PlanError(
-            f"the plan's compression={value} beside {beside[0]}",
-            "there shard sends gradients as they are",
-            "leave compression out, or write replicate in place of shard",
-        )
 
 
-def without_effect(options: Mapping[str, Any], mesh: Mesh) -> Iterator[str]:
+def without_effect(options: Mapping[str, object], mesh: Mesh) -> Iterator[str]:
     """Yield the names of options that change nothing because their axes have size 1.
 
     Args:
-        options: values, or the words for them, by name; other names are passed over.
-        mesh: the plan's.
+        options: the values of options, or the words for them, by name; other names are passed over.
+        mesh: the mesh of the plan.
     """
     for name, value in options.items():
         scope = SCOPES.get(name, Scope())
         if not scope.axes or str(value) in [str(neutral) for neutral in scope.neutral]:
             continue
-        if all(mesh.size(axis) == 1 for axis in scope.axes):
+        if all(mesh.size(axis) == 1 for axis in _axes_of(scope, options, mesh)):
             yield name
+
+
+def _axes_of(scope: Scope, options: Mapping[str, Any], mesh: Mesh) -> tuple[str, ...]:
+    """Return the axes of which an option needs one: `shard` with zero=1 sums gradients as `replicate` does."""
+    is_summed = str(options.get("zero")) == "1" or bool(mesh.used(GRAPH_AXES))
+    return (*scope.axes, "shard") if "replicate" in scope.axes and is_summed else scope.axes
 
 
 def check_torchao(name: str, value: str) -> None:
     """Raise PlanError where an option's value needs torchao, which is not installed.
 
     Args:
-        name: of the option.
-        value: of it.
+        name: the name of the option.
+        value: the value of the option.
     """
     if importlib.util.find_spec("torchao") is None:
         raise PlanError(

@@ -1,7 +1,7 @@
-"""Tell an error of Paceline's own from one of the user's code, by the traceback: the user is told of no fault of ours.
+"""Tell an error of Paceline itself from one of the user's code, by the traceback: a fault of ours is no user's.
 
-The innermost frame decides, apart from those of torch and other libraries. Where it is ours, and not the user's
-function that it called, the error is ours.
+The innermost frame decides, apart from those of torch and other libraries. Where it is in Paceline, and not in
+the user's function that it called, the error is ours.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from pathlib import Path
 
 from paceline.nouns.errors import PacelineError
 
-_OURS = f"{Path(__file__).parents[1]}/"
+_PACKAGE = f"{Path(__file__).parents[1]}/"
 _STDLIB = f"{sysconfig.get_paths()['stdlib']}/"
-_COPY = f"{_STDLIB}copy.py"  # of a model that can't be copied
-# Ours, but the user's code calls them for torch's functions, whose errors they pass on.
+_COPY = f"{_STDLIB}copy.py"  # may fail for a model that can't be copied
+# Files of Paceline that the user's code calls in place of torch's functions; they pass on errors of these.
 _STAND_INS = (
     "verify/ranks/randomness.py", "verify/ranks/keep_float64.py", "verify/ranks/placed_draws.py",
-    "verify/ranks/recurrent_dropout.py", "verify/ranks/draw_digest.py", "verify/ranks/dropout_trace.py",
-    "verify/ranks/control_flow_trace.py", "train/grouped_float64.py", "train/same_draws.py", "train/bystanders.py",
+    "verify/ranks/draw_trace.py", "verify/ranks/dropout_pieces.py", "train/control_flow_trace.py",
+    "train/precision.py", "train/same_draws.py", "train/bystanders.py",
     "deferred_init/record.py", "graph/refused_calls.py", "nouns/patching.py",
 )  # fmt: skip
-# What our code calls of torch that runs the user's: backward passes, updates, samples that are collated, modules.
+# Files of torch through which our code runs the user's: backward passes, updates, collated samples, modules.
 _RUNS_THE_USERS = (
     "torch/_tensor.py", "torch/autograd/", "torch/optim/", "torch/utils/data/", "torch/nn/modules/",
     "torch/utils/checkpoint.py",
@@ -38,7 +38,7 @@ Frame = tuple[str, int, str]  # file, line and function
 
 
 def own_line(error: BaseException) -> str:
-    """Return FILE:LINE of the line of ours that failed; "" where the error is of the user's code."""
+    """Return FILE:LINE of the line of Paceline that failed; "" where the error is of the user's code."""
     frames = []
     trace = error.__traceback__
     while trace is not None:
@@ -49,17 +49,17 @@ def own_line(error: BaseException) -> str:
 
 
 def own_line_of_text(text: str) -> str:
-    """Return the same of what a process wrote, which ends with a traceback."""
+    """Return the same for the output of a process, which ends with a traceback."""
     last = text.rpartition(_HEAD)[2]
     return _own_line([(file, int(line), function) for file, line, function in _LINE.findall(last)])
 
 
 def own_error(line: str, found: str) -> PacelineError:
-    """Return the error that says so.
+    """Return the error for a bug of Paceline.
 
     Args:
-        line: FILE:LINE of ours.
-        found: the error.
+        line: the place in Paceline's code, as FILE:LINE.
+        found: the message of the error that was raised there.
     """
     return PacelineError(
         f"Paceline failed at {line}: this is a bug of Paceline, and not of your code",
@@ -81,8 +81,8 @@ def note_own_error(error: BaseException) -> bool:
 def _own_line(frames: Sequence[Frame]) -> str:
     called = ""  # the file that the frame in hand has called
     for file, line, function in reversed(frames):
-        if file.startswith(_OURS):
-            if file.removeprefix(_OURS) in _STAND_INS or function in _HANDLERS:
+        if file.startswith(_PACKAGE):
+            if file.removeprefix(_PACKAGE) in _STAND_INS or function in _HANDLERS:
                 called = ""
                 continue
             return "" if _is_the_users(called) else f"{file}:{line}"
@@ -97,8 +97,10 @@ def _is_library(file: str) -> bool:
 
 
 def _is_the_users(called: str) -> bool:
-    """True if a library's file runs code, or has a model, of the user's choice."""
+    """Return True if a library's file runs code, or has a model, of the user's choice."""
     package = called.rpartition("/site-packages/")[2]
     if package == called:  # none, or the standard library's
         return called == _COPY
-    return package.startswith(_RUNS_THE_USERS) or not package.startswith(tuple(f"{one}/" for one in _USED_BY_US))
+    return package.startswith(_RUNS_THE_USERS) or not package.startswith(
+        tuple(f"{package_name}/" for package_name in _USED_BY_US)
+    )

@@ -1,4 +1,4 @@
-"""Check the parts of a workload, and advise what to write where one is something else.
+"""Check the parts of a workload, and advise the user where a part is something else.
 
 Nothing here imports torch: classes of torch are known by their names.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.nouns.errors import WorkloadError
 
-# How each function is called, and an example of it.
+# The arguments with which each function is called, and an example of it.
 _CALLS = {
     "model": ((), "model=lambda: Net(...)"),
     "loss": (("model", "batch"), "def loss(model, batch): ... that returns (sum, weight)"),
@@ -34,7 +34,7 @@ _ACCUMULATION = (
     "accumulated by so many"
 )
 _PRECISION = "write precision='bf16' or 'fp16' (autocast, for fp16 with a loss scale), or leave it out (float32)"
-# What other libraries call it, and what to do here.
+# The names that other libraries have for a part, and the advice for each.
 _ADVICE = {
     **dict.fromkeys(("lr", "learning_rate", "weight_decay", "betas", "momentum"), _IN_THE_OPTIMIZER),
     **dict.fromkeys(
@@ -90,17 +90,17 @@ _ADVICE = {
 
 
 def advice_for(name: str) -> str | None:
-    """Return what to write for a part that other libraries have under this name; None where it is not known."""
+    """Return the advice for a part that other libraries have under this name; None where it is not known."""
     return _ADVICE.get(name.lower())
 
 
-def check_function(name: str, value: Any, may_be_none: bool) -> None:
+def check_function(name: str, value: object, may_be_none: bool) -> None:
     """Raise WorkloadError unless `value` is a function that can be called as the part `name` is.
 
     Args:
-        name: of the part.
-        value: what was handed in.
-        may_be_none: the part may be left out.
+        name: the name of the part.
+        value: the value that the user passed.
+        may_be_none: True where the part may be left out.
     """
     if value is None and may_be_none:
         return
@@ -112,7 +112,7 @@ def check_function(name: str, value: Any, may_be_none: bool) -> None:
     _check_call(asked, value, arguments, f"write {example}")
 
 
-def check_sinks(value: Any) -> None:
+def check_sinks(value: object) -> None:
     """Raise WorkloadError unless `value` is a list of functions that make event sinks."""
     asked = "the workload's sinks should be a list of functions of (run_dir)"
     fix = "write sinks=[paceline.TensorBoard], or sinks=[lambda run_dir: MySink(...)]"
@@ -124,20 +124,20 @@ def check_sinks(value: Any) -> None:
         _check_call(asked, make, ("run_dir",), fix)
 
 
-def _check_call(asked: str, value: Any, arguments: tuple[str, ...], fix: str) -> None:
+def _check_call(asked: str, value: object, arguments: tuple[str, ...], fix: str) -> None:
     """Raise WorkloadError unless `value` can be called with these arguments."""
     if not callable(value):
         raise WorkloadError(asked, f"it is {shown(value)}", fix)
     try:
         inspect.signature(value).bind(*arguments)  # without calling it: a model may be large
     except ValueError:
-        return  # one that does not say what it takes
+        return  # its arguments are not known
     except TypeError as error:
         raise WorkloadError(asked, f"{_name(value)} can't be called so: {error}", fix) from None
 
 
 def _takes_parameters(optimizer: type) -> bool:
-    """True if the first argument is one of parameters, as torch's; a class of one's own may take a model."""
+    """Return True if the first argument takes parameters, as torch's; a class of one's own may take a model."""
     parameters = list(inspect.signature(optimizer).parameters.values())
     if not parameters:
         return True
@@ -145,8 +145,8 @@ def _takes_parameters(optimizer: type) -> bool:
     return first.kind is first.VAR_POSITIONAL or first.name.startswith("param")
 
 
-def _mistaken_for_function(name: str, value: Any) -> str:
-    """Say what `value` is if it can be called, but is known not to be the right function; "" if it may be."""
+def _mistaken_for_function(name: str, value: object) -> str:
+    """Return the reason why `value`, which can be called, is not the right function; "" if it may be."""
     if name == "model" and _is_torch(type(value), "Module"):
         return f"it is a model that has been made already, {shown(value)}"
     if name == "optimizer":
@@ -159,21 +159,21 @@ def _mistaken_for_function(name: str, value: Any) -> str:
 
 
 def _is_torch(kind: type, name: str) -> bool:
-    """True if a class is torch's class of that name, or a subclass of it: by name, since torch is not imported."""
+    """Return True if a class is torch's class of that name, or a subclass of it: torch is not imported here."""
     return any(base.__name__ == name and base.__module__.startswith("torch.") for base in kind.__mro__)
 
 
-def _is_functional(value: Any) -> bool:
+def _is_functional(value: object) -> bool:
     return inspect.isfunction(value) and value.__module__ == "torch.nn.functional"
 
 
-def check_data(name: str, value: Any, is_made: bool = False) -> None:
+def check_data(name: str, value: object, is_made: bool = False) -> None:
     """Raise WorkloadError unless `value` is a data set with len() and [], a stream or, not yet made, a function.
 
     Args:
-        name: of the part.
-        value: what was handed in, or what its function returned.
-        is_made: the latter.
+        name: the name of the part.
+        value: the value that the user passed, or that its function returned.
+        is_made: True where a function returned the value.
     """
     asked = f"the workload's {name} should be a data set with len() and [], or a stream"
     mistake = _mistaken_for_data(value)
@@ -202,8 +202,8 @@ _READ_ONCE = "can be read once, and is read in each epoch and on each rank"
 MAKE_ANEW = "make the iterator in __iter__, where each pass begins"
 
 
-def is_stream(value: Any) -> bool:
-    """True for what can be read from its beginning again and again, and has no samples by number."""
+def is_stream(value: object) -> bool:
+    """Return True for a value that can be read from its beginning again and again, and has no samples by number."""
     if isinstance(value, type) or not hasattr(value, "__iter__") or hasattr(value, "__next__"):
         return False
     if _is_torch(type(value), "IterableDataset"):
@@ -215,15 +215,15 @@ def read_once(value: Any) -> str:
     """Return the type of the iterator that a stream hands out again and again, where that ends for good; else ""."""
     try:
         iterators = iter(value), iter(value)
-    except Exception:  # it says so when it is read
+    except Exception:  # the error comes again when it is read
         return ""
     # One that is the stream itself may begin anew in __iter__.
     is_one = iterators[0] is iterators[1] and iterators[0] is not value
     return type(iterators[0]).__name__ if is_one else ""
 
 
-def _mistaken_for_data(value: Any) -> tuple[str, str] | None:
-    """Say what `value` is if it looks like a data set and is none, and what to do; None if it may be one."""
+def _mistaken_for_data(value: object) -> tuple[str, str] | None:
+    """Return the reason why `value` looks like a data set and is none, with the advice; None if it may be one."""
     kind = type(value)
     if is_stream(value) and (iterator := read_once(value)):
         return f"its __iter__ returns one {iterator} again and again, which {_READ_ONCE}", MAKE_ANEW
@@ -261,7 +261,7 @@ def shown(value: object) -> str:
     return f"{text:.60} of type {type(value).__name__}"
 
 
-def _name(value: Any) -> str:
+def _name(value: object) -> str:
     return str(getattr(value, "__name__", None) or type(value).__name__)
 
 

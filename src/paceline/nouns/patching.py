@@ -1,7 +1,8 @@
 """Replace functions of other libraries, or variables, for a while.
 
 For running code under other conditions than it expects: on fake tensors, in float64, as another rank. Paceline's own
-objects have observers and arguments for that, and are never patched.
+objects have observers and arguments for that, and are not patched. The one exception is the public name
+`paceline.prepare`: where `paceline plan` and `paceline verify` run a user's file, they answer its call themselves.
 """
 
 from __future__ import annotations

@@ -11,9 +11,18 @@ from typing import Any
 
 from paceline.nouns import arguments
 from paceline.nouns.errors import MeshError, PlanError, ReadError, did_you_mean
-from paceline.nouns.mesh import AXES, GRAPH_AXES, MOST_RANKS, SHORT, Mesh
+from paceline.nouns.mesh import AXES, GRAPH_AXES, MOST_RANKS, SHORT, SPREADING_AXES, Mesh
 from paceline.nouns.options import SCOPES, check_options, without_effect
-from paceline.nouns.reading import LARGEST, fault_of, parse_json, parse_number, parse_whole, read_json, shown
+from paceline.nouns.reading import (
+    LARGEST,
+    fault_of,
+    parse_json,
+    parse_number,
+    parse_whole,
+    read_json,
+    shown,
+    write_whole,
+)
 
 VERSION = 1
 BUCKET_BYTES = 25 * 2**20  # DDP's default (Li et al. 2020)
@@ -24,9 +33,9 @@ CHECKPOINTING = ("none", "selective", "full", "offload")
 OPTIMIZER_STATES = ("full", "8bit", "4bit", "float8")  # all but full by torchao
 CONTEXT_BY = ("auto", "ring", "heads")
 SWITCH = ("off", "on")
-FLOAT8 = ("off", "rowwise", "rowwise_with_gw_hp")  # of torchao's recipes those that don't look at other samples
+FLOAT8 = ("off", "rowwise", "rowwise_with_gw_hp")  # those of torchao's recipes that don't look at other samples
 COMPILE = ("off", "on", "blocks")
-MODES = ("sync", "quorum", "deadline", "stale", "async")  # of parameter servers: see server/protocol/admission.py
+MODES = ("sync", "quorum", "deadline", "stale", "async")  # for servers: see server/protocol/admission.py
 SERVER_OPTIONS = ("server", "mode", "quorum", "staleness", "deadline", "replicas")
 SHORT_OPTIONS = {"ps": "server"}
 _KINDS = {"str": str, "int": int, "float": float}
@@ -39,38 +48,39 @@ OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The plan of a job: ranks on a mesh, what they send, how often the job is saved.
+    """The plan of a job: its ranks on a mesh, the form of gradients on the way, the times of checkpoints, and others.
 
     `--plan` has a plan as a line, which `parse` reads; `job.plan` is the one that the job runs under.
 
     Args:
-        mesh: sizes of the axes `pipeline`, `replicate`, `shard`, `expert`, `context` and `tensor`, as
+        mesh: the sizes of the axes `pipeline`, `replicate`, `shard`, `expert`, `context` and `tensor`, as
             "replicate=2,tensor=2".
-        transport: what gradients go through: "auto", "shared_memory", "gloo" or "nccl".
-        compression: of gradients: "none", "bf16", "fp16", "powersgd" or "topk".
-        bucket_bytes: bytes of gradients that travel together.
-        checkpoint_every: steps from one checkpoint to the next; 0 saves only at the end and when stopped.
-        keep: number of newest checkpoints that stay.
-        copy_to: URL of a folder in an object store that checkpoints are copied to; "" copies none.
-        zero: what `shard` splits: 1 optimizer state, 2 also gradients, 3 also parameters.
+        transport: the way of gradients: "auto", "shared_memory", "gloo" or "nccl".
+        compression: the compression of gradients: "none", "bf16", "fp16", "powersgd" or "topk".
+        bucket_bytes: the bytes of gradients that are sent together.
+        checkpoint_every: the steps from one checkpoint to the next; 0 saves only at the end and when stopped.
+        keep: the number of newest checkpoints that stay.
+        copy_to: the URL of a folder in an object store that checkpoints are copied to; "" copies none.
+        zero: the stage of ZeRO under `shard`: 1 splits optimizer state, 2 also gradients, 3 also parameters.
         offload: "on" keeps the optimizer state of `shard` in host memory.
-        optimizer_states: what Adam's moments are kept in: "full", the parameters' dtype; "8bit", "4bit" or "float8".
+        optimizer_states: the form of Adam's moments: "full", the parameters' dtype; "8bit", "4bit" or "float8".
         sequence: "on" splits norms and dropout along the sequence, under `tensor`.
-        context_by: how ranks of `context` share attention: "ring" (keys and values go round), "heads" (heads are
-            exchanged), or the cheapest of both and their products, "auto".
-        schedule: of `pipeline`: "1f1b", "gpipe", "interleaved" or "zero_bubble".
-        micro_batches: of `pipeline`, per step; 0 leaves it to micro_batch_size, else to the schedule.
-        checkpointing: of activations: "none"; computed again, "selective" or "full"; in the host's memory, "offload".
+        context_by: the way in which ranks of `context` share attention: "ring" (keys and values go round), "heads"
+            (heads are exchanged), or the cheapest of both and their products, "auto".
+        schedule: the schedule of `pipeline`: "1f1b", "gpipe", "interleaved" or "zero_bubble".
+        micro_batches: the micro-batches of `pipeline` per step; 0 leaves it to micro_batch_size, else to the schedule.
+        checkpointing: the treatment of activations: kept, "none"; computed again, "selective" or "full"; copied to the
+            host's memory, "offload".
         compile: "on" compiles the model with torch.compile, "blocks" each of its repeated blocks by itself.
-        float8: torchao's recipe by which linear layers multiply in float8: "rowwise" or "rowwise_with_gw_hp".
+        float8: the recipe of torchao by which linear layers multiply in float8: "rowwise" or "rowwise_with_gw_hp".
         check: "on" compares the first step of a job, and the first after a resume, with that of one process.
-        server: number of parameter servers, beside the workers on the mesh's `replicate` axis; 0: none.
-        mode: when the servers make an update of gradients: "sync", "quorum", "deadline", "stale" or "async".
-        quorum: under mode=quorum, how many workers' gradients make an update.
-        staleness: under mode=stale, how many steps the fastest worker may be ahead.
-        deadline: under mode=deadline, seconds that the first gradient of a step waits for the others.
-        replicas: servers that hold the same part of the parameters.
-        version: of the file format.
+        server: the number of parameter servers, beside the workers on the mesh's `replicate` axis; 0: none.
+        mode: the rule by which servers make an update of gradients: "sync", "quorum", "deadline", "stale" or "async".
+        quorum: the number of workers whose gradients make an update, under mode=quorum.
+        staleness: the number of steps that the fastest worker may be ahead, under mode=stale.
+        deadline: the seconds that the first gradient of a step waits for the others, under mode=deadline.
+        replicas: the number of servers that hold the same part of the parameters.
+        version: the version of the file format.
 
     Raises:
         MeshError: the mesh names an unknown axis, or one twice, or a size that is not a whole number above 0.
@@ -162,9 +172,9 @@ class Plan:
             value = getattr(self, field.name)
             kind = str(field.type)
             if fault_of(value, _KINDS[kind]) is not None:
-                wanted = {"str": "a word", "int": "a whole number", "float": "a number"}[kind]
+                expected = {"str": "a word", "int": "a whole number", "float": "a number"}[kind]
                 raise PlanError(
-                    f"the plan's {field.name} should be {wanted}",
+                    f"the plan's {field.name} should be {expected}",
                     f"it is {shown(value)}",
                     f"write {field.name}={field.default}",
                 )
@@ -183,7 +193,7 @@ class Plan:
         """Raise PlanError where a field is too small a number."""
         number = getattr(self, name)
         if number < least:
-            # What is no option of a plan's line has a flag of its own.
+            # A field that is no option of a plan's line has a flag of its own.
             written = f"{name}=" if name in OPTIONS else f"--{name.replace('_', '-')} "
             raise PlanError(
                 f"the plan's {name} should be a whole number of at least {least}",
@@ -255,7 +265,7 @@ class Plan:
         """Read a line such as `shard=4,zero=2` or `pipeline=2,tensor=2,schedule=gpipe`.
 
         Args:
-            text: axes with their sizes, and options with their values.
+            text: the axes with their sizes, and the options with their values.
             values: the plan's other fields.
 
         Returns:
@@ -316,20 +326,38 @@ class Plan:
 
     @property
     def is_one_process(self) -> bool:
-        """True if one process trains, without servers."""
+        """Return True if one process trains, without servers."""
         return self.world_size == 1 and not self.server
 
     @property
+    def shares_updates(self) -> bool:
+        """Return True if ranks of `shard` have whole parameters, and each updates a part of them (ZeRO-1)."""
+        mesh = Mesh.parse(self.mesh)
+        return mesh.size("shard") > 1 and (self.zero == 1 or bool(mesh.used(GRAPH_AXES)))
+
+    @property
+    def gradient_axes(self) -> list[str]:
+        """Return the axes whose ranks hold the same parameters and parts of the same gradients, outermost first."""
+        axes = ["replicate", *(["shard"] if self.shares_updates else []), "expert", "context"]
+        return Mesh.parse(self.mesh).used(axes)
+
+    @property
+    def spreading_axes(self) -> list[str]:
+        """Return the axes whose ranks hold gradients of different elements, innermost first."""
+        axes = Mesh.parse(self.mesh).used(SPREADING_AXES)
+        return [axis for axis in axes if axis != "shard" or not self.shares_updates]
+
+    @property
     def is_compiled(self) -> bool:
-        """True if torch.compile compiles the model or its blocks."""
+        """Return True if torch.compile compiles the model or its blocks."""
         return self.compile != "off"
 
     def check_effect(self, options: Iterable[str], axes: str) -> None:
         """Raise PlanError where an option has no effect under the plan's axes.
 
         Args:
-            options: names of those that somebody asked for.
-            axes: the axes as somebody wrote them; naming one with size 1 is enough.
+            options: the names of the options that the user wrote.
+            axes: the axes as the user wrote them; naming one with size 1 is enough.
         """
         names = [item.partition("=")[0].strip() for item in axes.split(",")]
         named_axes = {SHORT.get(name, name) for name in names}
@@ -372,7 +400,7 @@ class Plan:
 
     @property
     def world_size(self) -> int:
-        """Ranks that the plan's mesh covers.
+        """Return the number of ranks that the plan's mesh covers.
 
         Returns:
             The product of the mesh's sizes; parameter servers are not among them.
@@ -381,7 +409,7 @@ class Plan:
 
     @property
     def data_size(self) -> int:
-        """Parts that a batch is split into under this plan.
+        """Return the number of parts into which a batch is split under this plan.
 
         Returns:
             The product of the sizes of `replicate` and `shard`. Ranks along the other axes see the same samples.
@@ -389,10 +417,10 @@ class Plan:
         return Mesh.parse(self.mesh).data_size
 
     def write(self, path: Path) -> None:
-        """Write the plan as JSON, at once: other ranks may be reading what was there.
+        """Write the plan as JSON, at once: other ranks may be reading the file.
 
         Args:
-            path: the file; it is replaced.
+            path: the path of the file, which is replaced.
 
         Raises:
             OSError: it can't be written.
@@ -404,19 +432,17 @@ class Plan:
             >>> "replicate=2,tensor=2" in pathlib.Path("plan.json").read_text()
             True
         """
-        draft = path.with_name(f".{path.name}.draft")
-        draft.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        draft.replace(path)
+        write_whole(path, json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> Plan:
         """Read a plan.
 
         Args:
-            path: a `plan.json`, as `paceline run` writes it to `runs/JOB/`.
+            path: the path of a `plan.json`, as `paceline run` writes it to `runs/JOB/`.
 
         Returns:
-            The plan.
+            The plan in the file.
 
         Raises:
             PlanError: the file is missing, is not JSON, has a key or value that a plan does not have, or an option
@@ -492,13 +518,13 @@ _SAME = {
 
 
 def _number(text: str) -> int | str:
-    """Return the whole number that a text is, else the text."""
+    """Return the whole number in a text, else the text."""
     number = parse_whole(text, least=-LARGEST)
     return text if number is None else number
 
 
 def _seconds(text: str) -> float:
-    """Return the number that a text is; raise PlanError if it is none."""
+    """Return the number in a text; raise PlanError if it is none."""
     number = parse_number(text)
     if number is None:
         raise PlanError(f"the plan's deadline is {shown(text)}", "it is a number of seconds", "write deadline=1")
@@ -520,7 +546,7 @@ def _unknown(text: str, name: str) -> MeshError:
 
 
 def _check_signs(text: str) -> None:
-    """Raise MeshError for a plan that is right but for its signs, such as tensor:2 or replicate=2;shard=2."""
+    """Raise MeshError for a plan whose only fault is its signs, such as tensor:2 or replicate=2;shard=2."""
     items = []
     for item in re.split(r"[,;&+\s]+", text):
         items.append(re.sub(r"^([a-z_]+)(\d+)$", r"\1=\2", re.sub(r"^(\w+):", r"\1=", item)))

@@ -1,4 +1,4 @@
-"""The profile of one rank's training step: every block of memory, its operations, what it sends.
+"""The profile of one rank's training step: every block of memory, its operations, its traffic.
 
 `profile/simulate.py` makes it, `plan/memory.py` reads it, and it is a file between them: `profile.json`.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.reading import COUNT, Whole, fault_of, read_json, reason_of, shown
 
-VERSION = 2  # of the file's form
+VERSION = 2  # the version of the file's form
 # Kinds of blocks.
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
@@ -25,14 +25,25 @@ TEMPORARY = "temporaries"
 INPUTS = "inputs"
 COMMUNICATION = "gradient buckets"
 GATHERED = "gathered parameters"
-_MOST_BYTES = 2**30  # of a file: a block is a row, and a large model's step has many
+_MOST_BYTES = 2**30  # the largest file: a block is a row, and a large model's step has many
 _AMOUNT = Whole(0, 10**30)  # floating-point operations of a step; more than 64 bits
-_FORM = {
+LEDGER_ROW = {"collective": str, "axis": str, "calls": COUNT, "bytes": COUNT}
+# Fields of a profile that are in the file as they are.
+_PLAIN = {
     "plan": str,
     "rank": COUNT,
     "device": str,
     "micro_batch": COUNT,
     "precision": str,
+    "traffic": [LEDGER_ROW],
+    "shared_bytes": COUNT,
+    "notices": [str],
+    "servers": [{str: COUNT}],
+    "host_bytes": COUNT,
+    "copied_bytes?": COUNT,
+}
+_FORM = {
+    **_PLAIN,
     "kinds": [str],
     "holders": [str],
     "block_phases": [str],
@@ -42,12 +53,6 @@ _FORM = {
     "last_step": COUNT,
     "operations": {str: [_AMOUNT]},
     "modules": {str: [_AMOUNT]},
-    "traffic": [dict],
-    "shared_bytes": COUNT,
-    "notices": [str],
-    "servers": [{str: COUNT}],
-    "host_bytes": COUNT,
-    "copied_bytes?": COUNT,
 }
 KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS, ACTIVATIONS, TEMPORARY, COMMUNICATION, GATHERED, INPUTS)
 NOTHING_TO_RECOMPUTE = "has nothing to compute again"  # in a notice: activation checkpointing saves nothing here
@@ -59,11 +64,11 @@ class Block:
     """A block of memory from its allocation to its end.
 
     Attributes:
-        nbytes: as asked for.
-        kind: one of KINDS.
-        holder: the parameter it belongs to, or the path of the module that made it.
-        phase: of the step, when it was made.
-        stream: 0 computes, others copy and communicate.
+        nbytes: the bytes that were asked for.
+        kind: the kind of the block, one of KINDS.
+        holder: the parameter that the block belongs to, or the path of the module that made it.
+        phase: the phase of the step when the block was made.
+        stream: the number of the stream: 0 computes, others copy and communicate.
     """
 
     nbytes: int
@@ -78,9 +83,9 @@ class Recording:
     """The blocks of memory of some steps, and when each was allocated and freed.
 
     Attributes:
-        blocks: each once.
-        events: in order: n+1 where block n is taken, -(n+1) where it is given back.
-        phases: from which event on which phase: start, gather, forward, backward, reduce, update.
+        blocks: all blocks of memory, each once.
+        events: the allocations and frees in order: n+1 where block n is taken, -(n+1) where it is given back.
+        phases: the event with which each phase begins, and its name: start, gather, forward, backward, reduce, update.
         last_step: the event with which the last step begins; before it the optimizer may not have its state yet.
     """
 
@@ -108,7 +113,7 @@ class Work:
 
     @classmethod
     def of_json(cls, numbers: Sequence[int]) -> Work:
-        """Read what `to_json` wrote; raise ValueError if it is something else."""
+        """Read the list that `to_json` returned; raise ValueError if it is something else."""
         if len(numbers) != 3:
             raise ValueError(f"an amount of work should be three numbers, it is {shown(numbers)}")
         return cls(*numbers)
@@ -116,24 +121,24 @@ class Work:
 
 @dataclass(slots=True)
 class Profile:
-    """One rank's step under one plan.
+    """The profile of one rank's step under one plan.
 
     Attributes:
-        plan: its line, see `Plan.line`.
-        rank: whose step.
-        device: "cpu", or "cuda" where it is computed as a GPU would.
-        micro_batch: samples in this rank's first micro-batch.
-        precision: the workload's.
-        recording: its memory.
-        operations: by name, shapes and dtype of what goes in: `aten.mm (8, 64)x(64, 64) float32`.
-        modules: by path, the work of the module's own operations and those of the modules in it.
-        traffic: rows as the ledger has them: collective, axis, calls, bytes.
-        shared_bytes: memory that ranks of one host share, beside the recording's.
-        notices: what a user should know of how it was made.
-        servers: of each parameter server what it holds: parameters, optimizer_state, gradients.
-        host_bytes: with offload=on or checkpointing=offload, what the host holds for a GPU's rank, beside the
-            recording's.
-        copied_bytes: with checkpointing=offload, activations that a step copies to the host and back.
+        plan: the line of the plan, see `Plan.line`.
+        rank: the rank whose step it is.
+        device: the kind of device: "cpu", or "cuda" where the step is computed as a GPU would.
+        micro_batch: the samples in this rank's first micro-batch.
+        precision: the precision of the workload.
+        recording: the memory of the step.
+        operations: the work by name, shapes and dtype of the inputs: `aten.mm (8, 64)x(64, 64) float32`.
+        modules: the work by the module's path: of its own operations and those of the modules in it.
+        traffic: the rows of the ledger: collective, axis, calls, bytes.
+        shared_bytes: the memory that ranks of one host share, beside that of the recording.
+        notices: the remarks for the user on the way in which the profile was made.
+        servers: the bytes that each parameter server holds: parameters, optimizer_state, gradients.
+        host_bytes: the host's memory for a GPU's rank with offload=on or checkpointing=offload, beside that of the
+            recording.
+        copied_bytes: the activations that a step copies to the host and back with checkpointing=offload, in bytes.
     """
 
     plan: str
@@ -168,11 +173,7 @@ class Profile:
             blocks.append([block.nbytes, KINDS.index(block.kind), holder, phase, block.stream])
         return {
             "version": VERSION,
-            "plan": self.plan,
-            "rank": self.rank,
-            "device": self.device,
-            "micro_batch": self.micro_batch,
-            "precision": self.precision,
+            **{name: getattr(self, name) for name in _plain_names()},
             "kinds": list(KINDS),
             "holders": list(holders),
             "block_phases": list(phases),
@@ -182,17 +183,11 @@ class Profile:
             "last_step": recording.last_step,
             "operations": {name: work.to_json() for name, work in self.operations.items()},
             "modules": {name: work.to_json() for name, work in self.modules.items()},
-            "traffic": self.traffic,
-            "shared_bytes": self.shared_bytes,
-            "notices": self.notices,
-            "servers": self.servers,
-            "host_bytes": self.host_bytes,
-            "copied_bytes": self.copied_bytes,
         }
 
     @classmethod
     def read(cls, path: Path) -> Profile:
-        """Read what `write` wrote.
+        """Read the file that `write` wrote.
 
         Raises:
             WorkloadError: the file is missing or is no profile.
@@ -208,7 +203,7 @@ class Profile:
 
     @classmethod
     def of_json(cls, value: dict[str, Any]) -> Profile:
-        """Read what `to_json` returned.
+        """Read the object that `to_json` returned.
 
         Raises:
             ValueError: it is something else.
@@ -223,26 +218,20 @@ class Profile:
         phases = [_read_phase(item) for item in value["phases"]]
         recording = Recording(blocks, value["events"], phases, value["last_step"])
         return cls(
-            value["plan"],
-            value["rank"],
-            value["device"],
-            value["micro_batch"],
-            value["precision"],
-            recording,
-            {name: Work.of_json(numbers) for name, numbers in value["operations"].items()},
-            {name: Work.of_json(numbers) for name, numbers in value["modules"].items()},
-            value["traffic"],
-            value["shared_bytes"],
-            value["notices"],
-            value["servers"],
-            value["host_bytes"],
-            value.get("copied_bytes", 0),
+            recording=recording,
+            operations={name: Work.of_json(numbers) for name, numbers in value["operations"].items()},
+            modules={name: Work.of_json(numbers) for name, numbers in value["modules"].items()},
+            **{name: value[name] for name in _plain_names() if name in value},
         )
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of the whole step on this rank."""
+        """Return the floating-point operations of the whole step on this rank."""
         return sum(work.flops for work in self.operations.values())
+
+
+def _plain_names() -> list[str]:
+    return [name.removesuffix("?") for name in _PLAIN]
 
 
 def _read_blocks(value: dict[str, Any]) -> list[Block]:

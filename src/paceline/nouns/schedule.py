@@ -5,7 +5,7 @@
                   (PipeDream-Flush, Narayanan et al. 2021)
     interleaved   each rank holds several stages, P apart: a smaller bubble for more messages (Megatron-LM,
                   Narayanan et al. 2021)
-    zero_bubble   the backward pass in two halves, what the stage before waits for and the weights' own; the
+    zero_bubble   the backward pass in two halves, the gradient for the stage before and that of the weights; the
                   second half fills the bubbles (ZB-H1, Qi et al. 2024)
 
 Schedules are made by playing them: in every tick each idle rank takes the first action that its rules allow and
@@ -45,27 +45,27 @@ class Schedule:
     ranks: int
     stages: int
     micro_batches: int
-    actions: tuple[tuple[Action, ...], ...]  # by rank
-    ticks: tuple[tuple[int, ...], ...]  # when each action begins if all take one tick
+    actions: tuple[tuple[Action, ...], ...]  # the actions of each rank
+    ticks: tuple[tuple[int, ...], ...]  # the tick at which each action begins, if all take one tick
 
     @property
     def length(self) -> int:
-        """Ticks until the last rank is done."""
+        """Return the ticks until the last rank is done."""
         return max(tick for row in self.ticks for tick in row) + 1
 
     @property
     def bubble(self) -> float:
-        """The share of ticks in which ranks wait."""
+        """Return the share of ticks in which ranks wait."""
         actions = sum(len(row) for row in self.actions)
         return 1 - actions / (self.length * self.ranks)
 
     def in_flight(self, rank: int) -> int:
         """Return the most micro-batches whose activations a rank holds at once."""
-        held = 0
+        num_held = 0
         most = 0
         for action in self.actions[rank]:
-            held += _HOLDS[action.kind]
-            most = max(most, held)
+            num_held += _HOLDS[action.kind]
+            most = max(most, num_held)
         return most
 
 
@@ -81,12 +81,12 @@ def make_schedule(name: str, ranks: int, micro_batches: int) -> Schedule:
     todo = [_all_actions(name, rank, ranks, stages, micro_batches) for rank in range(ranks)]
     actions: list[list[Action]] = [[] for _ in range(ranks)]
     ticks: list[list[int]] = [[] for _ in range(ranks)]
-    done: set[Action] = set()
+    completed: set[Action] = set()
     tick = 0
     while any(todo):
-        begun = []  # entered in `done` after the tick: what a rank begins now, no other can use before the next
+        begun = []  # entered in `completed` after the tick: an action that begins now can't be used before the next
         for rank in range(ranks):
-            action = rule(rank, ranks, stages, actions[rank], todo[rank], done)
+            action = rule(rank, ranks, stages, actions[rank], todo[rank], completed)
             if action is not None:
                 begun.append((rank, action))
         if not begun:  # nothing can change any more: the same tick would come again
@@ -95,10 +95,10 @@ def make_schedule(name: str, ranks: int, micro_batches: int) -> Schedule:
             todo[rank].remove(action)
             actions[rank].append(action)
             ticks[rank].append(tick)
-            done.add(action)
+            completed.add(action)
         tick += 1
     schedule = Schedule(name, ranks, stages, micro_batches, tuple(map(tuple, actions)), tuple(map(tuple, ticks)))
-    check(schedule)  # a proof of its own: it knows the order of actions alone, not how they were chosen
+    check(schedule)  # a proof by itself: it knows only the order of actions, not how they were chosen
     return schedule
 
 
@@ -115,14 +115,14 @@ def check(schedule: Schedule) -> None:
         raise _wrong(schedule.name, "an action is missing, double or of another rank")
     # Each rank goes as far as it can, until none moves. Actions never become impossible again, so the order in which
     # ranks are tried does not matter: who is left waits in a circle.
-    places = [0] * schedule.ranks  # of each rank the next action
-    done: set[Action] = set()
+    places = [0] * schedule.ranks  # the index of each rank's next action
+    completed: set[Action] = set()
     has_moved = True
     while has_moved:
         has_moved = False
         for rank, row in enumerate(schedule.actions):
-            while places[rank] < len(row) and _is_ready(row[places[rank]], schedule.stages, done):
-                done.add(row[places[rank]])
+            while places[rank] < len(row) and _is_ready(row[places[rank]], schedule.stages, completed):
+                completed.add(row[places[rank]])
                 places[rank] += 1
                 has_moved = True
     waiting = []
@@ -135,7 +135,7 @@ def check(schedule: Schedule) -> None:
 
 def picture(schedule: Schedule) -> str:
     """Draw the grid of ranks and ticks as text; `.` is waiting."""
-    rows = []  # of each rank the texts of its actions, by tick
+    rows = []  # the texts of each rank's actions, by tick
     for ticks, actions in zip(schedule.ticks, schedule.actions, strict=True):
         rows.append({tick: _cell(schedule, action) for tick, action in zip(ticks, actions, strict=True)})
     width = max(len(text) for row in rows for text in row.values())
@@ -147,7 +147,7 @@ def picture(schedule: Schedule) -> str:
 
 
 def _cell(schedule: Schedule, action: Action) -> str:
-    """Return an action's kind and micro-batch; a letter says which of its rank's stages it is of, if there are more."""
+    """Return an action's kind and micro-batch, and a letter for the stage where a rank has several."""
     text = f"{action.kind}{action.micro_batch}"
     if schedule.stages > schedule.ranks:
         text += "abcdefgh"[action.stage // schedule.ranks]
@@ -155,7 +155,7 @@ def _cell(schedule: Schedule, action: Action) -> str:
 
 
 def _all_actions(name: str, rank: int, ranks: int, stages: int, micro_batches: int) -> list[Action]:
-    """Return all actions of a rank, in no order that it keeps to."""
+    """Return all actions of a rank, in any order."""
     kinds = [FORWARD, BACKWARD]
     if name == "zero_bubble":
         kinds.append(WEIGHTS)
@@ -166,56 +166,56 @@ def _all_actions(name: str, rank: int, ranks: int, stages: int, micro_batches: i
     return actions
 
 
-def _is_ready(action: Action, stages: int, done: set[Action]) -> bool:
-    """True if everything that an action needs is done."""
+def _is_ready(action: Action, stages: int, completed: set[Action]) -> bool:
+    """Return True if all actions that an action needs are done."""
     stage, micro = action.stage, action.micro_batch
     if action.kind == FORWARD:
-        return stage == 0 or Action(FORWARD, stage - 1, micro) in done
+        return stage == 0 or Action(FORWARD, stage - 1, micro) in completed
     if action.kind == WEIGHTS:
-        return Action(BACKWARD, stage, micro) in done
-    if Action(FORWARD, stage, micro) not in done:
+        return Action(BACKWARD, stage, micro) in completed
+    if Action(FORWARD, stage, micro) not in completed:
         return False
-    return stage == stages - 1 or Action(BACKWARD, stage + 1, micro) in done
+    return stage == stages - 1 or Action(BACKWARD, stage + 1, micro) in completed
 
 
 Rule = Callable[[int, int, int, list[Action], list[Action], set[Action]], Action | None]
 
 
-def _first(kind: str, todo: Sequence[Action], stages: int, done: set[Action]) -> Action | None:
-    return _first_ready([action for action in todo if action.kind == kind], stages, done)
+def _first(kind: str, todo: Sequence[Action], stages: int, completed: set[Action]) -> Action | None:
+    return _first_ready([action for action in todo if action.kind == kind], stages, completed)
 
 
-def _first_ready(actions: Sequence[Action], stages: int, done: set[Action]) -> Action | None:
+def _first_ready(actions: Sequence[Action], stages: int, completed: set[Action]) -> Action | None:
     for action in actions:
-        if _is_ready(action, stages, done):
+        if _is_ready(action, stages, completed):
             return action
     return None
 
 
 def _gpipe(
-    rank: int, ranks: int, stages: int, past: list[Action], todo: list[Action], done: set[Action]
+    rank: int, ranks: int, stages: int, past: list[Action], todo: list[Action], completed: set[Action]
 ) -> Action | None:
     if any(action.kind == FORWARD for action in todo):
-        return _first(FORWARD, todo, stages, done)
-    return _first(BACKWARD, todo, stages, done)
+        return _first(FORWARD, todo, stages, completed)
+    return _first(BACKWARD, todo, stages, completed)
 
 
 def _one_forward_one_backward(
-    rank: int, ranks: int, stages: int, past: list[Action], todo: list[Action], done: set[Action]
+    rank: int, ranks: int, stages: int, past: list[Action], todo: list[Action], completed: set[Action]
 ) -> Action | None:
     # Backward before forward frees activations as early as possible. The limit is the number of stages from this one
     # on: so many micro-batches are on their way before the first gradient can be back. Weights fill what is left.
-    held = sum(_HOLDS[action.kind] for action in past)
-    action = _first(BACKWARD, todo, stages, done)
-    if action is None and held < ranks - rank:
-        action = _first(FORWARD, todo, stages, done)
+    num_held = sum(_HOLDS[action.kind] for action in past)
+    action = _first(BACKWARD, todo, stages, completed)
+    if action is None and num_held < ranks - rank:
+        action = _first(FORWARD, todo, stages, completed)
     if action is None:
-        action = _first(WEIGHTS, todo, stages, done)
+        action = _first(WEIGHTS, todo, stages, completed)
     return action
 
 
 def _interleaved(
-    rank: int, ranks: int, stages: int, past: list[Action], todo: list[Action], done: set[Action]
+    rank: int, ranks: int, stages: int, past: list[Action], todo: list[Action], completed: set[Action]
 ) -> Action | None:
     chunks = stages // ranks
     # Micro-batches go in rounds of as many as there are ranks, each round through one stage after the other.
@@ -223,17 +223,17 @@ def _interleaved(
     forwards.sort(key=lambda action: (action.micro_batch // ranks, action.stage, action.micro_batch))
     backwards = [action for action in todo if action.kind == BACKWARD]
     backwards.sort(key=lambda action: (action.micro_batch // ranks, -action.stage, action.micro_batch))
-    held = sum(_HOLDS[action.kind] for action in past)
+    num_held = sum(_HOLDS[action.kind] for action in past)
     # Megatron-LM's number of forwards before the first backward, and the one that each backward then makes room for.
     limit = 2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1
-    backward = _first_ready(backwards, stages, done)
-    if held >= limit or not forwards:
+    backward = _first_ready(backwards, stages, completed)
+    if num_held >= limit or not forwards:
         return backward
-    if _is_ready(forwards[0], stages, done):  # the next in Megatron's order; another only if nothing else can run
+    if _is_ready(forwards[0], stages, completed):  # the next in Megatron's order; another only if nothing else can run
         return forwards[0]
     if backward is not None:
         return backward
-    return _first_ready(forwards, stages, done)
+    return _first_ready(forwards, stages, completed)
 
 
 def _stuck(name: str, todo: list[list[Action]]) -> PlanError:

@@ -1,4 +1,4 @@
-"""Describe which part of a full tensor a rank holds, so that any mesh can read what another one wrote.
+"""Describe the part of a full tensor that a rank holds, so that any mesh can read the file of another one.
 
 A placement is a chain of cuts. Each cut takes what the one before left, divides a dimension into blocks,
 every block into `parts` pieces as `torch.chunk` does (all of the same size, the last ones smaller or
@@ -30,7 +30,7 @@ class Cut:
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """The parts of the dimension that are kept: (start, stop) per block, `stop` not included."""
+        """Return the ranges of the dimension that are kept: (start, stop) per block, `stop` not included."""
         ranges = []
         offset = 0
         for block in self.blocks:
@@ -41,7 +41,7 @@ class Cut:
 
     @property
     def size(self) -> int:
-        """The number of places of the dimension that are kept."""
+        """Return the number of places of the dimension that are kept."""
         return sum(stop - start for start, stop in self.ranges)
 
 
@@ -54,7 +54,7 @@ class ShardSpec:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of this rank's part."""
+        """Return the shape of this rank's part."""
         shape = self.shape
         for cut in self.cuts:
             shape = (cut.size,) if cut.dim == FLAT else (*shape[: cut.dim], cut.size, *shape[cut.dim + 1 :])
@@ -62,7 +62,7 @@ class ShardSpec:
 
     @property
     def numel(self) -> int:
-        """Elements of the full tensor."""
+        """Return the number of elements of the full tensor."""
         return math.prod(self.shape)
 
     def to_json(self) -> dict[str, Any]:
@@ -72,19 +72,19 @@ class ShardSpec:
 
     @classmethod
     def of_json(cls, value: dict[str, Any]) -> ShardSpec:
-        """Read what `to_json` wrote."""
+        """Read the object that `to_json` returned."""
         cuts = tuple(Cut(dim, tuple(blocks), part, parts) for dim, blocks, part, parts in value["cuts"])
         return cls(tuple(value["shape"]), cuts)
 
 
 def chunk_range(size: int, part: int, parts: int) -> tuple[int, int]:
-    """Return where piece `part` of `size` things in `parts` pieces begins and ends, as `torch.chunk` cuts."""
+    """Return the begin and end of piece `part` of `size` elements in `parts` pieces, as `torch.chunk` cuts."""
     length = -(-size // parts)  # rounded up, so that the last pieces may be smaller or empty, as FSDP2's are
     return min(size, part * length), min(size, (part + 1) * length)
 
 
 def block_range(block: int, part: int, parts: int) -> tuple[int, int]:
-    """Return where piece `part` of a block begins and ends; of a block with a negative size the last part is first.
+    """Return the begin and end of piece `part` of a block; of a block with a negative size the last part is first.
 
     A causal sequence of 8 over 2 ranks, (4, -4): rank 0 has 0, 1 and 6, 7; rank 1 has 2, 3 and 4, 5. Both have as much
     to look back at.
@@ -104,4 +104,4 @@ class LocalShard:
     """The part of a tensor that a rank holds, and the ranks that hold exactly the same."""
 
     shard_spec: ShardSpec
-    holders: tuple[int, ...]  # ranks of the world in rising order, this one among them; none: it is on others alone
+    holders: tuple[int, ...]  # ranks of the world in rising order, with this one; none: only other ranks hold it

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-CLOSE_S = 2.0  # that all sinks together may take after the last event
+CLOSE_S = 2.0  # the seconds that all sinks together may take after the last event
 
 
 class Sink(Protocol):
@@ -40,7 +40,7 @@ class Sink(Protocol):
         """Take one event.
 
         Args:
-            event: as docs/events.md describes it; later versions may add events and fields.
+            event: the event, as docs/events.md describes it; later versions may add events and fields.
 
         Examples:
             >>> class Printed:
@@ -51,7 +51,7 @@ class Sink(Protocol):
         """
 
     def close(self) -> None:
-        """Write what is left. Called once, after the last event; waited for two seconds, or five while it computes.
+        """Write the rest. Called once, after the last event; waited for two seconds, or five while it computes.
 
         Examples:
             >>> class Files:

@@ -12,15 +12,17 @@ from typing import Any
 
 # For a process that runs the user's file: the name of the module that the file is, by `paceline run -m`.
 MODULE = "PACELINE_MODULE"
+# The same: set where it may import Horovod's names, by `paceline horovodrun`.
+HOROVOD = "PACELINE_HOROVODRUN"
 
 
 @dataclass(frozen=True, slots=True)
 class UserProgram:
-    """A file to run.
+    """The user's program: a file to run.
 
     Args:
-        script: its path.
-        module: its name where it is run as `python -m NAME`; "": it is run as `python FILE`.
+        script: the path of the file.
+        module: the name of the module where it is run as `python -m NAME`; "": it is run as `python FILE`.
     """
 
     script: str
@@ -33,7 +35,7 @@ class UserProgram:
 
     @property
     def root(self) -> Path:
-        """The folder in which its imports begin: the file's own, or the one from which the module has its name."""
+        """Return the folder in which its imports begin: the file's, or the one in which the module's name begins."""
         path = Path(self.script)
         if not self.module:
             return path.parent
@@ -46,14 +48,14 @@ class UserProgram:
         """Set `sys.argv` and `sys.path` as Python sets them for it."""
         sys.argv = [self.script, *arguments]
         sys.path.insert(0, str(self.root))
-        if self.module and (here := os.getcwd()) != sys.path[0]:
-            sys.path.insert(0, here)  # `python -m` begins its search there, also for a module from elsewhere
+        if self.module and (folder := os.getcwd()) != sys.path[0]:
+            sys.path.insert(0, folder)  # `python -m` begins its search there, also for a module from elsewhere
 
     def run(self, name: str = "__main__") -> dict[str, Any]:
         """Run it, and return its names.
 
         Args:
-            name: its `__name__`.
+            name: the value of `__name__` in the program.
         """
         if self.module:
             return runpy.run_module(self.module, run_name=name, alter_sys=name == "__main__")

@@ -1,4 +1,4 @@
-"""The workload: what a user declares in Python, once, for every command and every plan."""
+"""The workload: the parts of training that a user declares in Python, once, for every command and every plan."""
 
 from __future__ import annotations
 
@@ -20,41 +20,44 @@ class Workload:
     """A model with its loss, optimizer and data. The loop stays the user's own: see `paceline.distribute`.
 
     Args:
-        model: makes the model, e.g. `lambda: BertForMaskedLM(config)`. Called once per rank, after the
+        model: a function that makes the model, e.g. `lambda: BertForMaskedLM(config)`. Called once per rank, after the
             seed is set.
-        loss: `loss(model, batch)` runs the model on one micro-batch and returns `(sum, weight)`: the
-            losses of its samples or tokens added up, a tensor with one element, and how many there were, a number. The
-            mean is taken once, over the whole global batch, so no split of it can change the result. What does not add
-            up over samples is refused before the first step; a penalty on the weights adds up once it is
-            multiplied by the weight.
-        optimizer: `optimizer(model)` makes the optimizer, e.g. `lambda m: AdamW(m.parameters())`; or a list of several,
-            each over parameters of its own, which step together.
+        loss: a function of the model and one micro-batch that returns `(sum, weight)`: the losses of the samples or
+            tokens added up, a tensor with one element, and how many there were, a number. The mean is taken once, over
+            the whole global batch, so no split of it can change the result. A loss that does not add up over samples is
+            refused before the first step; a penalty on the weights adds up once it is multiplied by the weight.
+        optimizer: a function of the model that makes the optimizer, e.g. `lambda m: AdamW(m.parameters())`; or a list
+            of several functions, each for parameters of its own. All the optimizers step together.
         data: a data set with `len` and `[]`, or a function that makes one. Random numbers drawn in
-            `[]` (torch, random, numpy) depend on the seed and the sample's position alone. Or a stream: an
+            `[]` (torch, random, numpy) depend only on the seed and the sample's position. Or a stream: an
             IterableDataset or another object that can be iterated over again and again, or a generator function. Every
             rank reads all of it, in its own order, and keeps its part of each batch. None: the loop makes its own
             batches, a part of each on every rank, and hands them to `job.step`.
-        batch_size: samples per optimizer step, over all ranks. Where data is None, those of `job.evaluate`, and it may
-            be left out.
-        scheduler: `scheduler(optimizer)` makes a learning-rate scheduler, or a list of several; each steps after each
-            update. One that steps by a metric, such as ReduceLROnPlateau, steps by `job.schedule` in the loop.
-        collate: makes a batch of a list of samples; torch's default where None.
-        evaluation: data set for `job.evaluate`, like `data`.
-        score: `score(model, batch)` returns a dict of `(sum, weight)`; `{"loss": loss(...)}` where None.
-        epochs: passes over the data; ignored where `steps` is given. Of a stream each ends where the stream does.
-        steps: optimizer steps. A loop with batches of its own may leave it out, and can't take more.
-        micro_batch_size: samples that one rank takes through the model at a time; all where None.
-        precision: "float32", "bf16" or "fp16" (autocast; parameters stay float32), or "float64". With "fp16" the loss
-            is scaled for backward passes, and a step whose gradients overflow on some rank changes no parameter.
-        clip_norm: largest norm of the whole gradient; no clipping where None.
-        seed: of initial parameters, data order and dropout.
-        deterministic: ask torch for deterministic algorithms.
-        loader_workers: processes per rank that load samples ahead; 0 loads in the rank itself. Of a stream, at most 1.
-        sinks: functions that make event sinks, e.g. `[paceline.TensorBoard]`: rank 0 calls each with the run directory
-            (None where there is none) and hands it every event of `events.jsonl`. See docs/extending.md.
-        before_update: `before_update(gradients)` changes the gradients of the whole batch's mean loss, a dict by the
-            parameters' names, in place, before they are clipped. It must do the same on every rank; what it draws is
-            the same there. Under the axis replicate alone.
+        batch_size: the samples per optimizer step, over all ranks. Where data is None, those of `job.evaluate`, and it
+            may be left out.
+        scheduler: a function of the optimizer that makes a learning-rate scheduler, or a list of several; each steps
+            after each update. A scheduler that steps by a metric, such as ReduceLROnPlateau, steps by `job.schedule` in
+            the loop.
+        collate: a function that makes a batch of a list of samples; torch's default where None.
+        evaluation: a data set for `job.evaluate`, like `data`.
+        score: a function of the model and one batch that returns a dict of `(sum, weight)`; `{"loss": loss(...)}` where
+            None.
+        epochs: the passes over the data; ignored where `steps` is given. Of a stream each ends where the stream does.
+        steps: the number of optimizer steps. A loop with batches of its own may leave it out, and can't take more.
+        micro_batch_size: the samples that one rank takes through the model at a time; all where None.
+        precision: the dtype of the computation: "float32", "bf16" or "fp16" (autocast; parameters stay float32), or
+            "float64". With "fp16" the loss is scaled for backward passes, and a step whose gradients overflow on some
+            rank changes no parameter.
+        clip_norm: the largest norm of the whole gradient; no clipping where None.
+        seed: the seed of initial parameters, data order and dropout.
+        deterministic: True to ask torch for deterministic algorithms.
+        loader_workers: the processes per rank that load samples ahead; 0 loads in the rank itself. Of a stream, at most
+            1.
+        sinks: the functions that make event sinks, e.g. `[paceline.TensorBoard]`: rank 0 calls each with the run
+            directory (None where there is none) and hands it every event of `events.jsonl`. See docs/extending.md.
+        before_update: a function that changes the gradients of the whole batch's mean loss, a dict by the parameters'
+            names, in place, before they are clipped. It must do the same on every rank; random numbers that it draws
+            are the same there. Only under the axis replicate.
 
     Raises:
         WorkloadError: a part is missing, unknown or of the wrong kind.
@@ -109,8 +112,8 @@ class Workload:
     sinks: Sequence[MakeSink] = ()
     before_update: Callable[[dict[str, Any]], None] | None = None
 
-    def __new__(cls, *values: Any, **parts: Any) -> Workload:
-        """Check the names of the parts before Python does, so that the error can say what was meant."""
+    def __new__(cls, *values: object, **parts: object) -> Workload:
+        """Check the names of the parts before Python does, so that the error can name the part that was meant."""
         positional = dict(zip(PARTS, values, strict=False))
         names = [*positional, *parts]
         data = {**positional, **parts}.get("data")
@@ -199,16 +202,16 @@ PARTS_DEFAULTS = {field.name: field.default for field in dataclasses.fields(Work
 NEEDED = tuple(name for name, default in PARTS_DEFAULTS.items() if default is dataclasses.MISSING)
 
 
-def check_part_names(given: list[str], has_data: bool = True) -> None:
+def check_part_names(names: list[str], has_data: bool = True) -> None:
     """Raise WorkloadError when a needed part is missing or a name is none of a workload's parts.
 
     Args:
-        given: the names.
-        has_data: the part `data` is not None.
+        names: the names of the parts that the user wrote.
+        has_data: True where the part `data` is not None.
     """
     needed = (*NEEDED, "batch_size") if has_data else NEEDED
-    missing = [name for name in needed if name not in given]
-    for name in given:
+    missing = [name for name in needed if name not in names]
+    for name in names:
         if name not in PARTS:
             # A part that is missing is likelier to be meant than one that is there.
             likely = did_you_mean(name, missing or PARTS, did_you_mean(name, PARTS, "leave it out"))
@@ -228,7 +231,7 @@ def check_part_names(given: list[str], has_data: bool = True) -> None:
 
 
 def _precision_advice(asked: str) -> str:
-    """Return what to write in place of a precision that does not exist."""
+    """Return the advice in place of a precision that does not exist."""
     if asked.lower() in ("fp8", "int8", "float8", "8", "4", "int4"):
         return "leave it out for float32, or write precision='bf16'"
     return did_you_mean(asked.removeprefix("torch."), PRECISIONS, "write one of these", _SAME_PRECISION)

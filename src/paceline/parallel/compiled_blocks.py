@@ -18,7 +18,7 @@ from paceline.nouns.errors import PlanError
 from paceline.parallel.recompute import fill_no_cache, is_kept_from_compiler
 from paceline.parallel.shard.blocks import find_blocks
 
-_OTHERS = 8  # compilations that a block needs for other reasons, such as a last batch of fewer samples
+_OTHER_COMPILATIONS = 8  # that a block needs for other reasons, such as a last batch of fewer samples
 
 Forwards = Mapping[torch.nn.Module, Callable[..., Any]]
 
@@ -42,25 +42,24 @@ def forwards_of_blocks(model: torch.nn.Module) -> Forwards:
     return {block: block.forward for block in blocks}
 
 
-def compile_blocks(own: Forwards) -> int:
-    """Compile what runs each block, recomputation included; return for how many blocks.
+def compile_blocks(forwards: Forwards) -> int:
+    """Compile each block's forward, recomputation included; return the number of compiled blocks.
 
     Args:
-        own: the blocks, changed in place, with the forward functions that they had at first.
+        forwards: the blocks, which are changed in place, with the forward functions that they had at first.
     """
-    from torch._dynamo import config
-
     # A block that reads its own number, say, is like no other: it is compiled by itself, in training and in evaluation.
     # By default the compiler gives up after 8, and runs the others as they are.
-    config.recompile_limit = max(config.recompile_limit, _OTHERS + 2 * len(own))
-    blocks = [block for block in own if not is_kept_from_compiler(block.forward)]
+    config = torch.compiler.config
+    config.recompile_limit = max(config.recompile_limit, _OTHER_COMPILATIONS + 2 * len(forwards))
+    blocks = [block for block in forwards if not is_kept_from_compiler(block.forward)]
     for block in blocks:
         compiled = torch.compile(block.forward)
         # What copies the model looks there for the block's own function.
-        block.forward = functools.update_wrapper(compiled, own[block], updated=())
+        block.forward = functools.update_wrapper(compiled, forwards[block], updated=())
     return len(blocks)
 
 
 def nothing_compiled(checkpointing: str) -> str:
-    """Return what a person is told where all blocks run as they are."""
+    """Return the notice for a plan under which all blocks run as they are."""
     return f"compile=blocks changes nothing: under checkpointing={checkpointing}, blocks with buffers run as they are"

@@ -1,4 +1,4 @@
-"""Compile a graph that talks to other ranks: what lies between its collectives, region by region (compile=on).
+"""Compile a graph that communicates, region by region between its collectives (compile=on).
 
 torch.compile can't take in a collective of ours: its messages, the ledger and the clock are Python's. So the graph is
 cut where an operation is not one of torch's, draws random numbers or writes into a tensor. These run as they are, so a
@@ -18,6 +18,8 @@ import torch
 from torch import fx
 from torch.fx.passes.split_module import split_module
 
+from paceline.torch_private.operations import OpOverload, schema_of
+
 _LEAST = 3  # operations that compute: with fewer there is nothing to fuse
 
 
@@ -25,15 +27,15 @@ class CompiledRegions:
     """Compiles graphs of one model, and knows the regions that it has compiled.
 
     Attributes:
-        shared: compiled functions, by what they compute and the forms of what they are called with; they go with the
-            last graph that calls them.
+        shared: the compiled functions, by the operations and the forms of the inputs; they are dropped with the last
+            graph that calls them.
     """
 
     def __init__(self) -> None:
         self.shared: weakref.WeakValueDictionary[Any, Callable[..., Any]] = weakref.WeakValueDictionary()
 
     def compile(self, module: fx.GraphModule) -> Callable[..., Any]:
-        """Return what runs the module: as one where it talks to nobody, else region by region."""
+        """Return a function that runs the module: compiled whole if it has no collectives, else region by region."""
         if all(_may_compile(node) for node in module.graph.nodes):
             return torch.compile(module)
         regions = _regions(module.graph)
@@ -90,10 +92,10 @@ def _may_compile(node: fx.Node) -> bool:
         return True
     if node.target is operator.getitem:
         return True
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
         return False
     draws = torch.Tag.nondeterministic_seeded in node.target.tags
-    return not draws and not node.target._schema.is_mutable
+    return not draws and not schema_of(node.target).is_mutable
 
 
 def _computes_enough(graph: fx.Graph) -> bool:
@@ -104,7 +106,7 @@ def _computes_enough(graph: fx.Graph) -> bool:
 
 def _computes(node: fx.Node) -> bool:
     """Return True if the node makes numbers, not another view of those that are there."""
-    return isinstance(node.target, torch._ops.OpOverload) and not node.target.is_view
+    return isinstance(node.target, OpOverload) and not node.target.is_view
 
 
 def _form_of(graph: fx.Graph) -> Any:
@@ -117,7 +119,7 @@ def _form_of(graph: fx.Graph) -> Any:
     for node in graph.nodes:
         if node.op == "get_attr":
             return None
-        arguments = fx.map_arg((node.args, node.kwargs), lambda each: f"%{numbers[each]}")
+        arguments = fx.map_arg((node.args, node.kwargs), lambda argument: f"%{numbers[argument]}")
         target = None if node.op == "placeholder" else node.target
         value = node.meta.get("val") if node.op == "placeholder" else None
         shape = (tuple(value.shape), value.stride(), value.dtype) if isinstance(value, torch.Tensor) else repr(value)

@@ -20,13 +20,21 @@ from types import BuiltinMethodType
 from typing import Any
 
 import torch
-from torch.nn.modules import module as global_hooks
-from torch.optim import optimizer as optimizer_hooks
 
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.mesh import GRAPH_AXES, Mesh
 from paceline.nouns.plan import Plan
 from paceline.parallel.optimizer_parts import parts_of
+from paceline.torch_private.autograd import (
+    backward_hooks_of,
+    backward_hooks_of_every_module,
+    gradient_hooks,
+    step_hooks_of_every_optimizer,
+    step_post_hooks,
+    step_pre_hooks,
+)
+from paceline.torch_private.optim import is_wrapped_by_scheduler
+from paceline.torch_private.tensors import storage_key
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -37,11 +45,11 @@ SHARDS = "shard"  # rows of tensors, the user's own code
 GRAPHS = "tensor, context, expert and pipeline"  # a graph of the code
 SERVERS = "server"  # the optimizer runs elsewhere
 
-_WHOLE = frozenset({ALONE, REPLICAS, OWNERS})
+_WHOLE_TENSORS = frozenset({ALONE, REPLICAS, OWNERS})
 
 
 def placement_of(plan: Plan, is_loop: bool) -> str:
-    """Return how ranks hold the models under a plan: one of the names above."""
+    """Return the placement of the models under a plan: one of the names above."""
     mesh = Mesh.parse(plan.mesh)
     if plan.strategy == "servers":
         return SERVERS
@@ -57,11 +65,11 @@ class Effect:
     """A kind of effect.
 
     Attributes:
-        find: yields what there is of it in a model and its optimizers, in words.
-        kept_by: placements under which the job has the effect of one process.
-        lost: what would become of it under the others.
-        fix: what to do there.
-        is_hook: it can come after the model is cut.
+        find: a function that yields a description of each such effect in a model and its optimizers.
+        kept_by: the placements under which the job has the effect of one process.
+        lost: the consequence under the other placements, for the error.
+        fix: the advice of the error.
+        is_hook: whether it can be registered after the model is cut.
     """
 
     find: Callable[[torch.nn.Module, Sequence[torch.optim.Optimizer]], Iterator[str]]
@@ -77,10 +85,10 @@ def check_effects(
     """Raise WorkloadError if the placement would lose an effect of the model or its optimizers.
 
     Args:
-        model: as the user made it, before it is cut; its tensors need no values.
-        optimizers: over its parameters; may be empty.
-        placement: from `placement_of`.
-        is_cut: the model is cut already, and the user may have registered hooks since.
+        model: the model as the user made it, before it is cut; its tensors need no values.
+        optimizers: the optimizers over its parameters, maybe none.
+        placement: the placement that `placement_of` returned.
+        is_cut: whether the model is cut already, and the user may have registered hooks since.
     """
     for effect in EFFECTS:
         if placement in effect.kept_by or (is_cut and not effect.is_hook):
@@ -101,32 +109,28 @@ def _gradient_hooks(model: torch.nn.Module, optimizers: Sequence[torch.optim.Opt
 
 def hooks_of(parameter: torch.Tensor) -> list[Any]:
     """Return the user's hooks on a parameter's gradient."""
-    before = list((parameter._backward_hooks or {}).values())
-    after = list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
-    return [hook for hook in (*before, *after) if not is_own_hook(hook)]
+    before, after = gradient_hooks(parameter)
+    return [hook for hook in (*(before or {}).values(), *(after or {}).values()) if not is_own_hook(hook)]
 
 
 def _module_hooks(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[str]:
-    for hook in (*global_hooks._global_backward_hooks.values(), *global_hooks._global_backward_pre_hooks.values()):
+    for hook in backward_hooks_of_every_module():
         yield f"every module has a hook in the backward pass ({_shown(hook)})"
     for name, module in model.named_modules():
-        for hook in (*module._backward_hooks.values(), *module._backward_pre_hooks.values()):
+        for hook in backward_hooks_of(module):
             yield f"{name or type(module).__name__} has a hook in the backward pass ({_shown(hook)})"
 
 
 def _optimizer_hooks(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[str]:
     for optimizer in optimizers:
         for part in parts_of(optimizer):
-            for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-                for hook in vars(part).get(hooks, {}).values():
-                    if not is_own_hook(hook):
-                        yield f"{type(part).__name__} has a hook on its step ({_shown(hook)})"
+            for hook in (*step_pre_hooks(part).values(), *step_post_hooks(part).values()):
+                if not is_own_hook(hook):
+                    yield f"{type(part).__name__} has a hook on its step ({_shown(hook)})"
 
 
 def _global_optimizer_hooks(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[str]:
-    before = optimizer_hooks._global_optimizer_pre_hooks
-    after = optimizer_hooks._global_optimizer_post_hooks
-    for hook in (*before.values(), *after.values()):
+    for hook in step_hooks_of_every_optimizer():
         if not is_own_hook(hook):
             yield f"every optimizer has a hook on its step ({_shown(hook)})"
 
@@ -136,7 +140,7 @@ def _replaced_steps(model: torch.nn.Module, optimizers: Sequence[torch.optim.Opt
         for part in parts_of(optimizer):
             step = vars(part).get("step")
             # A scheduler wraps `step` to see whether it was called.
-            if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+            if step is not None and not is_wrapped_by_scheduler(step):
                 yield f"the step of this {type(part).__name__} is replaced ({_shown(step)})"
 
 
@@ -150,7 +154,7 @@ def overlapping(parameters: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]
     by_storage: dict[int, list[str]] = {}
     for name, parameter in parameters.items():
         if parameter.numel():
-            by_storage.setdefault(parameter.untyped_storage()._cdata, []).append(name)
+            by_storage.setdefault(storage_key(parameter), []).append(name)
     found = []
     for names in by_storage.values():
         names.sort(key=lambda name: _extent(parameters[name])[0])
@@ -205,17 +209,17 @@ def _shown(hook: Any) -> str:
 EFFECTS = (
     Effect(
         _gradient_hooks,
-        _WHOLE,
+        _WHOLE_TENSORS,
         "a rank has only a part of the gradient to call it with",
     ),
     Effect(
         _module_hooks,
-        _WHOLE | {SHARDS},
+        _WHOLE_TENSORS | {SHARDS},
         "gradients are not those of one process where it is called, or it is not called at all",
     ),
     Effect(
         _optimizer_hooks,
-        _WHOLE,
+        _WHOLE_TENSORS,
         "it would see parts of parameters, or not be called",
     ),
     Effect(
@@ -226,7 +230,7 @@ EFFECTS = (
     ),
     Effect(
         _replaced_steps,
-        _WHOLE,
+        _WHOLE_TENSORS,
         "it would see parts of parameters, or not be called",
     ),
     Effect(

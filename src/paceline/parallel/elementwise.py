@@ -1,4 +1,4 @@
-"""Find out what an optimizer needs of a parameter, by trying it, whatever its class: a part, or all of it.
+"""Find the parameters that an optimizer must update as a whole, by trying it, whatever its class.
 
 An optimizer that updates each element by that element's own history (SGD, Adam and their kin) gives the
 same on a part as on the whole. One that looks at the whole matrix (a norm in LAMB and LARS, factors in
@@ -27,7 +27,7 @@ from paceline.parallel.optimizer_list import alone
 from paceline.parallel.optimizer_parts import DECLARATION, groups_of
 from paceline.parallel.shard.local_optimizer_step import stand_ins
 
-SIZES = (6, 4, 3, 2)  # of the dimensions of what is tried
+SIZES = (6, 4, 3, 2)  # of the dimensions of the tensors that are tried
 STEPS = 2
 TOLERANCE = 1e-12  # relative, in float64; what depends on other elements is off by percents
 LEARNING_RATE = 0.1  # a schedule may begin at 0, where every optimizer agrees with every other
@@ -43,38 +43,39 @@ def find_whole_parameters(
     """Return the parameters that the optimizer, with the settings of their groups, can't update in parts.
 
     Args:
-        optimizer: the person's; of several, each is tried.
-        axes: that cut parameters: `shard` by their first dimension, `tensor` by any.
-        cut_of: how each parameter is cut; one with states in few bits updates some parts, if they are whole blocks.
+        optimizer: the user's optimizer; of several, each is tried.
+        axes: the axes that cut parameters: `shard` cuts their first dimension, `tensor` any.
+        cut_of: a function that returns the cut of each parameter: with states in few bits, parts that are whole blocks
+            can be updated. None where cuts are not known.
 
     Raises:
         PlanError: it can't be tried, or it updates a parameter from others.
     """
-    whole: set[torch.nn.Parameter] = set()
-    for one in alone(optimizer):
-        if is_low_precision(one):  # known, and a trial would compile
-            whole |= updated_whole(one, cut_of)
+    whole_parameters: set[torch.nn.Parameter] = set()
+    for single in alone(optimizer):
+        if is_low_precision(single):  # known, and a trial would compile
+            whole_parameters |= updated_whole(single, cut_of)
         else:
-            whole |= _find_whole_parameters(one, axes)
-    return whole
+            whole_parameters |= _find_whole_parameters(single, axes)
+    return whole_parameters
 
 
 def _find_whole_parameters(optimizer: torch.optim.Optimizer, axes: Sequence[str]) -> set[torch.nn.Parameter]:
     kinds = _kinds(optimizer)
     is_declared = getattr(optimizer, DECLARATION, False)
-    whole: set[torch.nn.Parameter] = set()
+    whole_parameters: set[torch.nn.Parameter] = set()
     whole_kinds: list[Kind] = []
     try:
         with _aside():
             for kind, members in kinds.values():
                 if is_declared or not _works_on_parts(optimizer, kind, "tensor" in axes):
-                    whole.update(members)
+                    whole_parameters.update(members)
                     whole_kinds.append(kind)
-            distance = _distance_together(optimizer, [kind for kind, _ in kinds.values()]) if whole else 0.0
+            distance = _distance_together(optimizer, [kind for kind, _ in kinds.values()]) if whole_parameters else 0.0
             follows = all(_follows_groups(optimizer, kind) for kind in whole_kinds)
-    except Exception as error:  # whatever a person's class may raise
+    except Exception as error:  # whatever a user's class may raise
         if is_declared:
-            return whole
+            return whole_parameters
         # A call that lacks an argument fails in our line: a constructor or a step that wants more.
         if not isinstance(error, TypeError) and note_own_error(error):
             raise
@@ -94,40 +95,40 @@ def _find_whole_parameters(optimizer: torch.optim.Optimizer, axes: Sequence[str]
             f"{type(optimizer).__name__} updates none that its groups have been given since it was made",
             f"have its step() go through self.param_groups, or write replicate in place of {axes[0]}",
         )
-    return whole
+    return whole_parameters
 
 
 def check_updates_apart(optimizer: torch.optim.Optimizer, axis: str) -> None:
     """Raise unless the optimizer updates each parameter by itself; one that can't be tried passes.
 
     Args:
-        optimizer: the person's.
-        axis: along which each rank has some of the parameters, whole.
+        optimizer: the user's optimizer.
+        axis: the axis along which each rank has some of the parameters, whole.
 
     Raises:
         PlanError: it updates a parameter from others.
     """
-    for one in alone(optimizer):
-        if is_low_precision(one):
+    for single in alone(optimizer):
+        if is_low_precision(single):
             continue
         distance = 0.0
         # Its class may want more than its defaults: only where parameters are cut it has to be tried.
         with contextlib.suppress(Exception), _aside():
-            distance = _distance_together(one, [kind for kind, _ in _kinds(one).values()])
+            distance = _distance_together(single, [kind for kind, _ in _kinds(single).values()])
         if distance:
-            raise _coupled(one, axis, distance)
+            raise _coupled(single, axis, distance)
 
 
 def steps_tried(
     optimizer: torch.optim.Optimizer,
 ) -> list[tuple[torch.optim.Optimizer, torch.nn.Parameter, list[torch.nn.Parameter]]]:
-    """Return optimizers of the same class that have taken a few steps: what they keep then, the person's will keep.
+    """Return optimizers of the same class that have taken a few steps: what they keep then, the user's will keep.
 
     Args:
-        optimizer: the person's; of several, one.
+        optimizer: the user's optimizer, one only.
 
     Returns:
-        For each kind of parameter an optimizer, its one small parameter, and the person's parameters of that kind.
+        For each kind of parameter an optimizer, its one small parameter, and the user's parameters of that kind.
         Nothing where it can't be tried.
     """
     tried: list[tuple[torch.optim.Optimizer, torch.nn.Parameter, list[torch.nn.Parameter]]] = []
@@ -144,35 +145,35 @@ def steps_tried(
 
 
 class LaterParameters:
-    """Sees to it that parameters which come to be trained after the start are not updated in parts by mistake.
+    """Checks that parameters which are first trained after the start are not updated in parts by mistake.
 
-    They are given to the optimizer then, or were frozen.
+    They were given to the optimizer then, or were frozen before.
 
     Args:
-        optimizer: the user's.
-        axes: that cut parameters.
-        whole: what it updates whole.
-        cut_of: as `find_whole_parameters` takes it.
+        optimizer: the user's optimizer.
+        axes: the axes that cut parameters.
+        updated_whole: the names of the parameters that the optimizer updates whole, by parameter.
+        cut_of: the argument of this name of `find_whole_parameters`.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         axes: Sequence[str],
-        whole: Mapping[torch.nn.Parameter, str],
+        updated_whole: Mapping[torch.nn.Parameter, str],
         cut_of: CutOf | None = None,
     ) -> None:
         self.cut_of = cut_of
         self.optimizer = optimizer
         self.axes = axes
-        self.whole = whole
+        self.updated_whole = updated_whole
         self.trained = self._trained()
 
     def check(self, names: Callable[[], Mapping[torch.nn.Parameter, str]]) -> None:
         """Try the optimizer again if it trains other parameters than before.
 
         Args:
-            names: returns the name of every parameter.
+            names: a function that returns the name of every parameter.
 
         Raises:
             PlanError: it can't update a new parameter in parts.
@@ -181,11 +182,11 @@ class LaterParameters:
         if trained == self.trained:
             return
         found = find_whole_parameters(self.optimizer, self.axes, self.cut_of)
-        later = [parameter for parameter in found if parameter.requires_grad and parameter not in self.whole]
+        later = [parameter for parameter in found if parameter.requires_grad and parameter not in self.updated_whole]
         if later:
             name_of = names()
-            first, *others = sorted(name_of[parameter] for parameter in later)
-            more = f" and {len(others)} more" if others else ""
+            first, *remaining = sorted(name_of[parameter] for parameter in later)
+            more = f" and {len(remaining)} more" if remaining else ""
             raise PlanError(
                 f"the axis {self.axes[0]} gives each rank a part of each parameter, and which of them are updated as "
                 "a whole is decided before the first step",
@@ -197,8 +198,12 @@ class LaterParameters:
         self.trained = trained
 
     def _trained(self) -> list[list[int]]:
-        """Return which parameters of each group are trained."""
-        return [[id(one) for one in group["params"] if one.requires_grad] for group in groups_of(self.optimizer)]
+        """Return the ids of the trained parameters of each group."""
+        trained = []
+        for group in groups_of(self.optimizer):
+            parameters = [parameter for parameter in group["params"] if parameter.requires_grad]
+            trained.append([id(parameter) for parameter in parameters])
+        return trained
 
 
 def _coupled(optimizer: torch.optim.Optimizer, axis: str, distance: float) -> PlanError:
@@ -222,7 +227,7 @@ def _kinds(optimizer: torch.optim.Optimizer) -> dict[Any, tuple[Kind, list[torch
     """Return the parameters that can be cut, by the settings of their group and their number of dimensions."""
     kinds: dict[Any, tuple[Kind, list[torch.nn.Parameter]]] = {}
     for group in groups_of(optimizer):
-        # Groups that differ in sizes of numbers alone take the same path through the optimizer's code.
+        # Groups that differ only in the sizes of numbers take the same path through the optimizer's code.
         settings = repr(_settings(group))
         for parameter in group["params"]:
             dims = parameter.dim()
@@ -263,29 +268,31 @@ def _works_on_parts(optimizer: torch.optim.Optimizer, kind: Kind, by_any_dim: bo
 
 
 def _follows_groups(optimizer: torch.optim.Optimizer, kind: Kind) -> bool:
-    """True if a parameter that stands in its group during the steps alone ends where one does that is always there."""
+    """True if a parameter that is in its group only during the steps ends where one does that is always there."""
     _, dims = kind
     start, gradients = _values(_shape(dims), 0)
     (expected,) = _try(optimizer, [kind], [(start, gradients)])
-    own = torch.nn.Parameter(start.clone())
-    other = torch.nn.Parameter(start.clone())
-    twin = _twin(optimizer, [(kind[0], [own])])
+    original = torch.nn.Parameter(start.clone())
+    stand_in = torch.nn.Parameter(start.clone())
+    twin = _twin(optimizer, [(kind[0], [original])])
     for gradient in gradients:
-        own.grad, other.grad = gradient.clone(), gradient.clone()
-        with stand_ins(twin, {own: other}):
+        original.grad, stand_in.grad = gradient.clone(), gradient.clone()
+        with stand_ins(twin, {original: stand_in}):
             twin.step()
-    return not _distance(expected, other.detach())
+    return not _distance(expected, stand_in.detach())
 
 
 def _distance_together(optimizer: torch.optim.Optimizer, kinds: Sequence[Kind]) -> float:
-    """Return how far parameters of all kinds that are updated together end from where each ends alone; at best 0."""
-    doubled = [kind for kind in kinds for _ in range(2)]  # two of each kind: they may meet within a group only
+    """Return the distance between parameters of all kinds updated together and each by itself; at best 0."""
+    doubled: list[Kind] = []
+    for kind in kinds:
+        doubled += [kind, kind]  # two of each kind: they may meet only within a group
     values = [_values(_shape(dims), number) for number, (_, dims) in enumerate(doubled)]
     together = _try(optimizer, doubled, values)
     distance = 0.0
     for kind, value, end in zip(doubled, values, together, strict=True):
-        (alone,) = _try(optimizer, [kind], [value])
-        distance = max(distance, _distance(alone, end))
+        (separate,) = _try(optimizer, [kind], [value])
+        distance = max(distance, _distance(separate, end))
     return distance
 
 
@@ -294,7 +301,7 @@ def _shape(dims: int) -> tuple[int, ...]:
 
 
 def _halves(size: int) -> Iterator[tuple[int, int]]:
-    """Yield where each half begins, and its length."""
+    """Yield the first index and the length of each half."""
     middle = size - size // 2
     yield 0, middle
     yield middle, size - middle
@@ -311,7 +318,7 @@ def _values(shape: tuple[int, ...], seed: int) -> tuple[torch.Tensor, torch.Tens
 def _try(
     optimizer: torch.optim.Optimizer, kinds: Sequence[Kind], values: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> list[torch.Tensor]:
-    """Return what tensors become in a few steps of one optimizer that has all of them."""
+    """Return tensors after a few steps of one optimizer that has all of them."""
     parameters = [torch.nn.Parameter(start.clone()) for start, _ in values]
     groups: dict[int, tuple[dict[str, Any], list[torch.nn.Parameter]]] = {}
     for (group, _), parameter in zip(kinds, parameters, strict=True):
@@ -356,7 +363,7 @@ def _plain(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _distance(expected: torch.Tensor, actual: torch.Tensor) -> float:
-    """Return how far two results are apart, relative to the largest value; 0 for what is rounding."""
+    """Return the distance of two results, relative to the largest value; 0 if they differ by rounding."""
     scale = float(expected.abs().max())
     if torch.allclose(expected, actual, rtol=TOLERANCE, atol=TOLERANCE * scale):
         return 0.0

@@ -30,13 +30,13 @@ def use_float8(model: nn.Module, plan: Plan, device: torch.device, is_real: bool
     """Have the model's linear layers multiply in float8, under the plan's recipe.
 
     Args:
-        model: changed in place; names and dtypes of its parameters stay.
-        plan: its float8.
-        device: where the model computes.
-        is_real: whether it does; False while a step is predicted, for which no GPU is needed.
+        model: the model, changed in place; names and dtypes of its parameters stay.
+        plan: the job's plan, with float8.
+        device: the device where the model computes.
+        is_real: whether the model computes; False while a step is predicted, for which no GPU is needed.
 
     Returns:
-        Notices.
+        Notices for the user.
 
     Raises:
         PlanError: torchao is not installed, the GPU has no float8, or weights are of another dtype.
@@ -48,7 +48,7 @@ def use_float8(model: nn.Module, plan: Plan, device: torch.device, is_real: bool
     if is_real:
         _check_device(asked, device)
     float8 = _import_float8(asked)
-    fitting, others = _linear_layers(model)
+    fitting, skipped = _linear_layers(model)
     if not fitting:
         raise WorkloadError(
             asked,
@@ -68,7 +68,7 @@ def use_float8(model: nn.Module, plan: Plan, device: torch.device, is_real: bool
     if config.emulate:
         for name in fitting:
             model.get_submodule(name).register_forward_pre_hook(_cast_as_autocast)
-    notices = _left_out(plan, fitting, others)
+    notices = _left_out(plan, fitting, skipped)
     return [*notices, *_slow(plan, device)] if is_real else notices
 
 
@@ -77,14 +77,14 @@ def multiply_as_gpu(model: nn.Module) -> None:
     for module in model.modules():
         config = getattr(module, "linear_mm_config", None)
         if config is not None:
-            module.linear_mm_config = type(config)(*(each._replace(emulate=False) for each in config))
+            module.linear_mm_config = type(config)(*(layer_config._replace(emulate=False) for layer_config in config))
 
 
 def _cast_as_autocast(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Round what enters a layer as autocast does: torchao's layers ask whether it is on for a GPU alone."""
+    """Round a layer's inputs as autocast does: torchao's layers ask only for a GPU whether it is on."""
     if not torch.is_autocast_enabled("cpu"):
         return inputs
-    return tuple(each.to(torch.get_autocast_dtype("cpu")) for each in inputs)
+    return tuple(tensor.to(torch.get_autocast_dtype("cpu")) for tensor in inputs)
 
 
 def _import_float8(asked: str) -> Any:
@@ -110,7 +110,7 @@ def _check_device(asked: str, device: torch.device) -> None:
         return
     capability = torch.cuda.get_device_capability(device)
     if capability < _FIRST_CAPABILITY:
-        found, first = (".".join(map(str, each)) for each in (capability, _FIRST_CAPABILITY))
+        found, first = (".".join(map(str, version)) for version in (capability, _FIRST_CAPABILITY))
         raise PlanError(
             asked,
             f"{torch.cuda.get_device_name(device)} has no float8: its compute capability is {found}, below {first}",
@@ -119,8 +119,8 @@ def _check_device(asked: str, device: torch.device) -> None:
 
 
 def _linear_layers(model: nn.Module) -> tuple[dict[str, nn.Linear], list[str]]:
-    """Return the linear layers that can multiply in float8, by name, and the names of the others."""
-    fitting, others = {}, []
+    """Return the linear layers that can multiply in float8, by name, and the names of the other layers."""
+    fitting, skipped = {}, []
     for name, module in model.named_modules():
         if type(module) is not nn.Linear:
             continue
@@ -128,21 +128,21 @@ def _linear_layers(model: nn.Module) -> tuple[dict[str, nn.Linear], list[str]]:
         if fits and name:  # the model itself can't be put in its own place
             fitting[name] = module
         else:
-            others.append(name)
-    return fitting, others
+            skipped.append(name)
+    return fitting, skipped
 
 
 def _other_kinds(model: nn.Module) -> str:
-    """Return what is said of linear layers that are none of torch's."""
+    """Return the error's remark on linear layers of other classes than torch's."""
     kinds = {type(module).__name__ for module in model.modules()}
     return "; transformers' Conv1D, as in its GPT-2, is none" if "Conv1D" in kinds else ""
 
 
-def _left_out(plan: Plan, fitting: dict[str, nn.Linear], others: list[str]) -> list[str]:
-    if not others:
+def _left_out(plan: Plan, fitting: dict[str, nn.Linear], skipped: list[str]) -> list[str]:
+    if not skipped:
         return []
-    count = f"{len(others)} of {len(fitting) + len(others)} linear layers"
-    shown = f"{others[0] or 'the model'}{' and others' * (len(others) > 1)}"
+    count = f"{len(skipped)} of {len(fitting) + len(skipped)} linear layers"
+    shown = f"{skipped[0] or 'the model'}{' and others' * (len(skipped) > 1)}"
     return [f"float8={plan.float8} leaves {count} as they are, {shown}: sizes are no multiples of {_MULTIPLE}"]
 
 

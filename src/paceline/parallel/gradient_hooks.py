@@ -12,22 +12,22 @@ Traffic: none.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 
 from paceline.nouns.errors import UsageError
 from paceline.parallel.effects import hooks_of, is_own_hook
+from paceline.torch_private.autograd import HooksByKey, gradient_hooks, set_gradient_hooks
 
 _NONE: Mapping[torch.nn.Parameter, torch.Tensor] = {}
-_Hooks = tuple[dict[int, Any] | None, dict[int, Any] | None]
+_Hooks = tuple[HooksByKey | None, HooksByKey | None]
 
 
 class GradientHooks:
     """The hooks of some parameters, which this takes off them.
 
     Args:
-        parameters: by name.
+        parameters: the parameters whose hooks are taken off, by name.
     """
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
@@ -53,17 +53,15 @@ class GradientHooks:
                 )
             self.names[parameter] = name
             # The very dicts: a handle removes its hook from them.
-            self.hooks[parameter] = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
-            own = {key: hook for key, hook in (self.hooks[parameter][1] or {}).items() if is_own_hook(hook)}
-            parameter._backward_hooks = None
-            parameter._post_accumulate_grad_hooks = own or None  # type: ignore[assignment]
+            self.hooks[parameter] = gradient_hooks(parameter)
+            own_hooks = {key: hook for key, hook in (self.hooks[parameter][1] or {}).items() if is_own_hook(hook)}
+            set_gradient_hooks(parameter, None, own_hooks or None)
 
     def give_back(self) -> None:
         """Put the hooks back on the parameters."""
         for parameter, (before, after) in self.hooks.items():
-            own = parameter._post_accumulate_grad_hooks or {}
-            parameter._backward_hooks = before
-            parameter._post_accumulate_grad_hooks = {**(after or {}), **own}
+            own_hooks = gradient_hooks(parameter)[1] or {}
+            set_gradient_hooks(parameter, before, {**(after or {}), **own_hooks})
         self.hooks = {}
 
     def note_backward(self, reached: Iterable[torch.nn.Parameter]) -> None:
@@ -90,9 +88,9 @@ class GradientHooks:
         """Call the hooks of these parameters, whose gradients are those of the whole batch, and add earlier gradients.
 
         Args:
-            parameters: of which a backward pass has made gradients.
-            earlier: gradients of earlier backward passes, to which these are added. As in one process a hook of
-                `register_hook` gets the new gradient alone, the other kind finds the sum.
+            parameters: the parameters of which a backward pass has made gradients.
+            earlier: the gradients of earlier backward passes, to which these are added. As in one process a hook of
+                `register_hook` gets only the new gradient, the other kind finds the sum.
         """
         if not self.hooks and not earlier:
             return

@@ -1,4 +1,4 @@
-"""A model split by `tensor` and `pipeline`, with `shard` between steps, as `apply.py` drives it."""
+"""A model split by `tensor` and `pipeline`, with `shard` sharing out updates, as `engine/declared.py` drives it."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from typing import Any
 
 import torch
 
+from paceline.checkpoint.manifest import OPTIMIZER
 from paceline.comm.collectives import AxisComm
-from paceline.comm.pytree import tensors_in
 from paceline.nouns.errors import PlanError
 from paceline.nouns.mesh import PLACE_AXES, Mesh
 from paceline.nouns.plan import Plan
-from paceline.nouns.shard_spec import Cut, LocalShard, ShardSpec
+from paceline.nouns.shard_spec import LocalShard, ShardSpec
 from paceline.parallel.graph_model import SplitModel
 from paceline.parallel.micro_batches import StepHooks, forward_backward
 from paceline.parallel.model_adapter import Autocast
 from paceline.parallel.observer import StepObserver
 from paceline.parallel.peer_values import PeerValues
-from paceline.parallel.pipeline.strategy import Pipeline
-from paceline.parallel.pipeline.tied_weights import add_tied_gradients
-from paceline.parallel.shard.zero1 import FlatShard
-from paceline.parallel.tensor import run_whole
-from paceline.parallel.whole_update import CutParameter, WholeUpdate
+from paceline.parallel.pipeline.pipeline_strategy import Pipeline
+from paceline.parallel.shard.owned_update import OwnedUpdates
+from paceline.parallel.whole_update import CutParameter, WholeUpdate, share_out
+
+_TIED_TAG = 1 << 20  # above the tags of micro-batches
 
 
 class GraphAdapter:
     """The split model on this rank.
 
     Args:
-        split: decided and filled.
-        axes: the mesh's axes.
-        plan: its mesh and options.
-        rank: this rank in the world.
-        autocast: the workload's precision.
+        split: the split model, decided and filled.
+        axes: the communicators of the mesh's axes, by name.
+        plan: the job's plan, with its mesh and options.
+        rank: this rank's number in the world.
+        autocast: a function that returns the context of the workload's precision.
     """
 
     is_captured = True
@@ -53,32 +53,27 @@ class GraphAdapter:
         self.pipeline: Pipeline | None = None
         if axes["pipeline"].size > 1:
             self.pipeline = Pipeline(split, axes["pipeline"], plan, autocast)
-        self.whole: dict[str, torch.nn.Parameter] = {}
+        self.parameters: dict[str, torch.nn.Parameter] = {}
         for name, tensor in split.local.items():
             if isinstance(tensor, torch.nn.Parameter):
-                self.whole[name] = tensor
+                self.parameters[name] = tensor
+        self.whole_names: set[str] = set()  # of the pieces that the optimizer updates as a whole
         self.whole_update: WholeUpdate | None = None
-        self.flat: FlatShard | None = None
-        # What the optimizer updates: whole pieces, or rows of them; the graphs always read `whole`.
-        self.own: Mapping[str, torch.nn.Parameter] = self.whole
+        self.owned: OwnedUpdates | None = None
         if axes["shard"].size > 1:
-            self.flat = FlatShard(self.whole, axes["shard"])
-            self.flat.split()
-            self.own = self.flat.rows
-            self._show_rows()
+            self.owned = OwnedUpdates(axes["shard"], ())
+            self.owned.assign_rows(self.parameters, {})
         # Ranks of some axes have the same samples, and only the last stage has a loss: one rank counts it.
         last_stage = split.stages - 1
         is_first = all(axes[axis].rank == 0 for axis in PLACE_AXES)
         self.counts_loss = is_first and last_stage in split.own_stages
-        # With tied weights or rows a gradient is summed once more after the backward pass: `replicate` has to wait.
-        self.finishes_later = self.pipeline is not None or self.flat is not None
-        self.holders: dict[str, list[int]] = {}
-        for name, _ in split.form.named_parameters():
-            self.holders[name] = sorted(_pipeline_ranks(split, name))
+        # With tied weights a gradient is summed once more after the backward pass: `replicate` has to wait.
+        self.finishes_later = self.pipeline is not None
+        self.holders = {name: split.pipeline_ranks(name) for name, _ in split.form.named_parameters()}
 
     @property
     def notices(self) -> Sequence[str]:
-        """Return what the person should know: more where batches of a new shape bring more."""
+        """Return notices for the user; batches of a new shape may add to them."""
         return self.split.notices
 
     def attach(self, observer: StepObserver, peer_values: PeerValues) -> None:
@@ -87,17 +82,15 @@ class GraphAdapter:
             self.split.offloaded.observer = observer
 
     def updated(self) -> Mapping[str, torch.nn.Parameter]:
-        """Return this rank's pieces; rows of them where `shard` splits them further."""
-        return self.own
+        """Return this rank's pieces."""
+        return self.parameters
 
     def sparse(self) -> set[str]:
         """Return nothing: gradients of graphs are dense."""
         return set()
 
     def begin_step(self) -> None:
-        """Make parameters whole."""
-        if self.flat is not None:
-            self.flat.gather()
+        """Do nothing."""
 
     def before_backward(self, is_last: bool, is_padding: bool = False) -> None:
         """Do nothing."""
@@ -114,132 +107,127 @@ class GraphAdapter:
 
         def run(batch: Any) -> Any:
             with self.autocast():
-                return run_whole(self.split, "loss", loss, batch, tensors_in(batch), True)
+                return self.split.run("loss", loss, batch)
 
         forward_backward(run, microbatches, hooks)
 
     def in_step(self, microbatches: Sequence[Any], longest: int) -> list[Any]:
-        """Return `microbatches`; beside `shard`, with None for each in which this rank only gathers along.
-
-        Without `shard` every rank goes at its own pace.
-        """
-        # Beside `shard` each micro-batch of an evaluation gathers: a rank that left it out would leave the others
-        # waiting.
-        missing = longest - len(microbatches) if self.flat is not None else 0
-        return [*microbatches, *[None] * missing]
+        """Return `microbatches`: every rank goes at its own pace."""
+        return list(microbatches)
 
     def finish_backward(self) -> None:
-        """Add up what several stages and `shard`'s ranks have."""
-        # First the stages, then the rows: a tied weight's sum is over whole pieces.
+        """Add up the gradients of parameters that several stages hold."""
         if self.pipeline is not None:
-            add_tied_gradients(self.whole, self.holders, self.axes["pipeline"])
-        if self.flat is not None:
-            self.flat.scatter()
+            add_tied_gradients(self.parameters, self.holders, self.axes["pipeline"])
 
-    def update_whole(self, names: set[str]) -> None:
+    def update_whole(self, names: set[str], optimizer: torch.optim.Optimizer) -> None:
         """Have the optimizer update these parameters as a whole; `names` are of all stages."""
         check_whole_experts(self.split, names)
-        cut = cut_parameters(self.split, self.axes["shard"], names)
+        owners = find_owners(self.split, self.mesh, names)
+        if self.owned is not None:
+            self.owned.assign_rows(self.parameters, owners["shard"])
+            self.owned.keep_own_state(optimizer, self.parameters)
+        self.whole_names = owners["tensor"].keys() & self.parameters.keys()
+        cut = {}
+        for name in self.whole_names:
+            if self.owned is None or self.owned.is_here(self.parameters[name]):
+                spec = self.split.shard_spec(name)
+                cut[name] = CutParameter(spec.shape, spec.cuts[0], owners["tensor"][name])
         if cut:
-            pieces = {name: piece for name, piece in self.own.items() if name in cut}
-            self.whole_update = WholeUpdate(cut, pieces, self.axes, self.mesh)
+            pieces = {name: piece for name, piece in self.parameters.items() if name in cut}
+            self.whole_update = WholeUpdate(self.axes["tensor"], cut, pieces)
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Run the optimizer's step on the parameters themselves, or on the whole ones that this rank owns."""
-        if self.whole_update is None:
-            optimizer.step()
-        else:
+        """Run the optimizer's step on the parameters themselves, or on the parts or wholes that this rank updates."""
+        if self.owned is not None:
+            self.owned.step(optimizer, self.parameters, self.whole_update)
+        elif self.whole_update is not None:
             self.whole_update.step(optimizer)
+        else:
+            optimizer.step()
 
     def counted(self) -> Mapping[torch.nn.Parameter, bool]:
         """Return whether this rank counts each parameter in the norm: one rank counts what several hold alike."""
         at = {axis: comm.rank for axis, comm in self.axes.items()}
         counts = {}
         # Of the ranks with the same piece the first one counts; a rank with a piece of its own always does.
-        for name, parameter in self.own.items():
+        for name, parameter in self.parameters.items():
             cuts = self.split.cuts(name)
-            has_rows = self.flat is not None and parameter.dim() > 0
             is_first = all(axis in cuts or at[axis] == 0 for axis in ("expert", "tensor"))
             if name in self.split.expert_owners:
                 is_first = "tensor" in cuts or at["tensor"] == 0
             is_first &= self.holders[name][0] == at["pipeline"]
-            is_first &= self.flat is None or has_rows or at["shard"] == 0
             counts[parameter] = is_first
         return counts
 
     def evaluate(self, name: str, score: Any, batch: Any) -> Any:
-        """Run the captured function forwards; a rank without a batch only gathers along."""
-        if self.flat is not None:
-            self.flat.gather()
-        try:
-            if batch is None:
-                return {}
-            if self.pipeline is not None:
-                return self.pipeline.evaluate(name, score, batch)
-            return run_whole(self.split, name, score, batch, tensors_in(batch), False)
-        finally:
-            if self.flat is not None:
-                self.flat.release()
+        """Run the captured function forwards; a rank without a batch has nothing to run."""
+        if batch is None:
+            return {}
+        if self.pipeline is not None:
+            return self.pipeline.evaluate(name, score, batch)
+        return self.split.run(name, score, batch, is_training=False)
 
-    def held(self) -> dict[str, LocalShard]:
-        """Return the pieces of tensors, and the ranks that hold the same ones."""
-        shards = {name: self._local_shard(name) for name in self.split.local}
-        if self.whole_update is not None:
-            shards |= self.whole_update.state_shards()
+    def local_shards(self) -> dict[str, LocalShard]:
+        """Return the pieces of tensors and of the optimizer's state, and the ranks that hold the same ones."""
+        shards = {}
+        for name in self.split.local:
+            shards[name] = LocalShard(self.split.shard_spec(name), self._ranks_with_same(name, []))
+        for name, parameter in self.parameters.items():
+            if self.owned is not None or name in self.whole_names:
+                shards[OPTIMIZER + name] = self._state_shard(name, parameter)
         return shards
+
+    def _state_shard(self, name: str, parameter: torch.nn.Parameter) -> LocalShard:
+        """Return this rank's shard of the optimizer's state of a parameter, and the ranks that hold the same."""
+        spec = self.split.shard_spec(name)
+        is_here = True
+        axes = []  # whose ranks hold other parts, or none
+        if name in self.whole_names:
+            spec = ShardSpec(spec.shape)
+            axes.append("tensor")
+            is_here = self.whole_update is not None and self.whole_update.owns(name)
+        if self.owned is not None:
+            cut = self.owned.cut_of(parameter)
+            spec = ShardSpec(spec.shape, spec.cuts if cut is None else (*spec.cuts, cut))
+            axes.append("shard")
+            is_here &= self.owned.is_here(parameter)
+        return LocalShard(spec, self._ranks_with_same(name, axes) if is_here else ())
 
     def of_experts(self) -> set[str]:
         """Return the parameters of which each rank of `expert` holds other experts' weights."""
-        return self.split.of_experts & self.own.keys()
+        return self.split.of_experts & self.parameters.keys()
 
     def take_expert_rows(self) -> dict[str, torch.Tensor]:
-        """Return how many rows of this rank's tokens have gone to each expert of each layer since it was asked last."""
+        """Return the rows of this rank's tokens for each expert since the last call: one tensor of counts per layer."""
         return {name: self.split.loads.take(name, count) for name, count in self.split.expert_layers.items()}
 
     def close(self) -> None:
         """Do nothing."""
 
-    def _local_shard(self, name: str) -> LocalShard:
-        shard_spec = self.split.shard_spec(name)
-        shard = self.axes["shard"]
-        is_cut = self.flat is not None and name in self.own and len(shard_spec.shape) > 0
-        if is_cut:
-            rows = shard_spec.local_shape[0]
-            shard_spec = ShardSpec(shard_spec.shape, (*shard_spec.cuts, Cut(0, (rows,), shard.rank, shard.size)))
-        return LocalShard(shard_spec, self._ranks_with_same(name, is_cut))
-
-    def _ranks_with_same(self, name: str, is_cut: bool) -> tuple[int, ...]:
-        """Return the ranks that hold the same piece of a state; with `is_cut`, the same rows of it."""
-        here = self.mesh.coordinate(self.rank)
-        axes = list(self.split.cuts(name))  # along which the piece is another one
+    def _ranks_with_same(self, name: str, cut_axes: Sequence[str]) -> tuple[int, ...]:
+        """Return the ranks that hold the same part of a tensor as this one; ranks along `cut_axes` do not."""
+        own_coordinate = self.mesh.coordinate(self.rank)
+        axes = [*self.split.cuts(name), *cut_axes]  # along which the piece is another one
         if name in self.split.expert_owners:
             axes.append("expert")
-        if is_cut:
-            axes.append("shard")
-        pipeline_ranks = _pipeline_ranks(self.split, name)
+        pipeline_ranks = self.split.pipeline_ranks(name)
         holders = []
         for rank in range(self.mesh.world_size):
             coordinate = self.mesh.coordinate(rank)
-            if coordinate["pipeline"] in pipeline_ranks and all(coordinate[axis] == here[axis] for axis in axes):
+            if coordinate["pipeline"] in pipeline_ranks and all(
+                coordinate[axis] == own_coordinate[axis] for axis in axes
+            ):
                 holders.append(rank)
         return tuple(holders)
-
-    def _show_rows(self) -> None:
-        """Put the rows in the model where whole parameters were: that is what the optimizer is to see."""
-        assert self.flat is not None
-        rows = {id(self.whole[name]): row for name, row in self.flat.rows.items()}
-        for module in self.model.modules():
-            for key, parameter in module._parameters.items():
-                if parameter is not None and id(parameter) in rows:
-                    module._parameters[key] = rows[id(parameter)]
 
 
 def check_whole_experts(split: SplitModel, names: set[str]) -> None:
     """Raise PlanError if the optimizer must update weights whole of which each rank of `expert` has a part.
 
     Args:
-        split: the model.
-        names: of the parameters that it can't update in parts.
+        split: the split model.
+        names: the names of the parameters that the optimizer can't update in parts.
     """
     of_experts = sorted(names & split.of_experts)
     if of_experts:
@@ -251,19 +239,76 @@ def check_whole_experts(split: SplitModel, names: set[str]) -> None:
         )
 
 
-def cut_parameters(split: SplitModel, shard: AxisComm, names: set[str]) -> dict[str, CutParameter]:
-    """Return how the axes cut these parameters, on this rank or not; what no axis cuts is left out."""
-    cut = {}
+def find_owners(split: SplitModel, mesh: Mesh, names: set[str]) -> dict[str, dict[str, int]]:
+    """Return the owner of each parameter that the optimizer updates as a whole, on this rank or not.
+
+    Args:
+        split: the split model.
+        mesh: the plan's mesh.
+        names: the names of the parameters that the optimizer can't update in parts.
+
+    Returns:
+        The owner's index on the axis, by axis and name. `shard` shares out all of them, and those without dimensions;
+        `tensor` those that it cuts.
+    """
+    stages: dict[str, list[int]] = {}
+    sizes: dict[str, int] = {}
+    cut = set()
     for name, _ in split.form.named_parameters():
-        shard_spec = split.shard_spec(name)
-        cuts = split.cuts(name)
-        if shard.size > 1 and shard_spec.shape:
-            cuts["shard"] = Cut(0, (shard_spec.local_shape[0],), shard.rank, shard.size)
-        if name in names and cuts:
-            cut[name] = CutParameter(shard_spec.shape, cuts, tuple(sorted(_pipeline_ranks(split, name))))
-    return cut
+        spec = split.shard_spec(name)
+        if name in names or not spec.shape:
+            stages[name] = split.pipeline_ranks(name)
+            sizes[name] = spec.numel
+        if name in names and "tensor" in split.cuts(name):
+            cut.add(name)
+    ranks = mesh.size("shard")
+    by_shard = share_out(sizes, ranks, stages)
+    by_tensor: dict[str, int] = {}
+    for rank in range(ranks):  # each rank of `shard` shares out what it owns
+        owned = {name: sizes[name] for name in cut if by_shard[name] == rank}
+        by_tensor |= share_out(owned, mesh.size("tensor"), stages)
+    return {"shard": by_shard, "tensor": by_tensor}
 
 
-def _pipeline_ranks(split: SplitModel, name: str) -> set[int]:
-    """Return the ranks of the pipeline that hold a state: stage s runs on rank s modulo their number."""
-    return {stage % split.pipeline.size for stage in split.owners(name)}
+def add_tied_gradients(
+    parameters: Mapping[str, torch.Tensor], holders: Mapping[str, Sequence[int]], comm: AxisComm
+) -> None:
+    """Sum the gradients of parameters that several pipeline stages hold, such as a tied embedding.
+
+    Every holder sends its gradient to the others and adds all of them in stage order. The result has the same bits
+    everywhere, so the copies stay equal under the same update. It is None where no holder has a gradient.
+
+    Traffic per step: each holder sends the gradient once to every other holder.
+
+    Args:
+        parameters: this rank's parameters by name.
+        holders: for every parameter of the model the ranks on the pipeline axis that hold it, in rising order; the
+            same on all ranks.
+        comm: the pipeline axis.
+    """
+    for number, (name, ranks) in enumerate(sorted(holders.items())):  # in the same order on every rank
+        if len(ranks) < 2 or comm.rank not in ranks:
+            continue
+        parameter = parameters[name]
+        if not parameter.requires_grad:
+            continue
+        # (elements of the gradient + 1): the last is 1 if this rank has one
+        own_gradient = torch.zeros(parameter.numel() + 1, dtype=parameter.dtype, device=parameter.device)
+        if parameter.grad is not None:
+            own_gradient[:-1] = parameter.grad.reshape(-1)
+            own_gradient[-1] = 1
+        # All send before anybody waits in `receive`: two holders that waited for each other would hang.
+        sending = [comm.begin_send(own_gradient, rank, _TIED_TAG + number) for rank in ranks if rank != comm.rank]
+        total = torch.zeros_like(own_gradient)
+        # In the same order on every holder: rounding depends on it.
+        for rank in ranks:
+            gradient = own_gradient
+            if rank != comm.rank:
+                gradient = torch.empty_like(own_gradient)
+                comm.receive(gradient, rank, _TIED_TAG + number)
+            total += gradient
+        for pending in sending:
+            pending.wait()
+        # Where this rank has a gradient, the total is not read: the host would wait for it.
+        has_gradient = parameter.grad is not None or float(total[-1]) > 0
+        parameter.grad = total[:-1].view_as(parameter) if has_gradient else None

@@ -23,7 +23,7 @@ class KeptAttributes:
     Containers are copied one level deep, so that what the pass appends is gone afterwards.
 
     Args:
-        modules: whose own attributes are meant; those of torch's own classes keep nothing between batches.
+        modules: the modules whose own attributes are meant; those of torch's own classes keep nothing between batches.
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
@@ -51,9 +51,9 @@ def _has_own_code(kind: type) -> bool:
 
 
 def _attributes(module: torch.nn.Module) -> _Values:
-    """Return what the model's own code has put into a module; `forward` is there where Paceline replaced it."""
+    """Return the attributes that the model's own code has put into a module, without `forward`."""
     values = dict(vars(module))
-    values.pop("forward", None)
+    values.pop("forward", None)  # it is there where Paceline replaced it
     for name in _OF_TORCH:
         values.pop(name, None)
     return values

@@ -4,13 +4,19 @@ Gradients are made of the loss times the scale and divided by it before the upda
 Precision Training"). Where a gradient is infinite or NaN on some rank, every rank leaves the update out and halves the
 scale; after 2,000 updates it is doubled. These are the numbers of torch.amp.GradScaler.
 
+An update can also be left out by a flag that only the device knows (`left_out_if`), under any precision: a gradient
+whose norm is not finite must change nothing. Otherwise the host would have to read the norm before it gives the device
+the update, and the device, which has then done all else, would wait for the host. torch's fused kernels read a flag on
+the device, `found_inf`, as GradScaler uses it.
+
 Traffic: one all_reduce of 4 bytes per step over each axis that gives ranks different parameters.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,19 +25,22 @@ from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import LossError, PlanError
 from paceline.nouns.plan import Plan
 from paceline.parallel.replicate.bucket import local_gradient
+from paceline.torch_private.optim import foreach_unscale_
 
 LARGEST_OF_A_MEAN = 2.0**16  # where training begins, as torch.amp.GradScaler does
 SMALLEST = 2.0**-40
 UPDATES_UNTIL_DOUBLED = 2000
 _RESIDUES = ("topk", "powersgd")
+# Without fused SGD: where its first step is left out, its momentum is memory that nothing has written to.
+_FUSED = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def check_fits_plan(plan: Plan, has_gradients: bool) -> None:
     """Raise PlanError where an overflow on one rank could not be undone on all.
 
     Args:
-        plan: its compression.
-        has_gradients: those of the whole batch come to the ranks.
+        plan: the job's plan, with its compression.
+        has_gradients: whether the gradients of the whole batch come to the ranks.
     """
     asked = 'the precision "fp16", which leaves out the update of a step whose gradients overflow'
     if not has_gradients:
@@ -52,12 +61,12 @@ def check_fits_plan(plan: Plan, has_gradients: bool) -> None:
 def unscale(
     parameters: Iterable[torch.nn.Parameter], inverse: float, device: torch.device, comms: Iterable[AxisComm]
 ) -> torch.Tensor:
-    """Multiply all gradients by `inverse`; return above 0, of one element, if one is infinite or NaN. Collective.
+    """Multiply all gradients by `inverse`; return one number, above 0 if one is infinite or NaN. Collective.
 
     Args:
-        parameters: those that this rank updates.
+        parameters: the parameters that this rank updates.
         inverse: 1 divided by the scale.
-        device: where this rank computes.
+        device: the device where this rank computes.
         comms: the axes over which gradients are spread; empty where every rank has the same.
     """
     # The kernel wants gradients of one device and one dtype.
@@ -73,7 +82,7 @@ def unscale(
     for gradients in alike.values():
         found = torch.zeros((), dtype=torch.float32, device=gradients[0].device)
         # That of torch.amp.GradScaler: both in one pass over the gradients.
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, torch.full_like(found, inverse))
+        foreach_unscale_(gradients, found, torch.full_like(found, inverse))
         flag += found.to(device)
     for comm in comms:
         comm.all_reduce(flag)
@@ -84,12 +93,13 @@ class LossScale:
     """The scale of the loss's sum, the same on every rank.
 
     Args:
-        samples: of a batch. The sum over it is as many times larger than the mean, so the scale begins as much lower.
-        device: where this rank computes.
+        samples: the number of a batch's samples. Their sum is so many times the mean, so the scale begins so much
+            lower.
+        device: the device where this rank computes.
 
     Attributes:
-        value: a power of two.
-        updates: since the scale was changed last.
+        value: the scale, a power of two.
+        updates: the number of updates since the scale was changed last.
     """
 
     def __init__(self, samples: int, device: torch.device) -> None:
@@ -99,15 +109,15 @@ class LossScale:
         self.device = device
 
     def unscale(self, parameters: Iterable[torch.nn.Parameter], comms: Iterable[AxisComm]) -> torch.Tensor:
-        """Divide all gradients by the scale; return above 0, of one element, if one is infinite or NaN. Collective.
+        """Divide all gradients by the scale; return one number, above 0 if one is infinite or NaN. Collective.
 
         Args:
-            parameters: those that this rank updates.
+            parameters: the parameters that this rank updates.
             comms: the axes over which gradients are spread; empty where every rank has the same.
         """
         return unscale(parameters, 1.0 / self.value, self.device, comms)
 
-    def note(self, has_overflown: bool) -> None:
+    def update(self, has_overflown: bool) -> None:
         """Choose the next step's scale.
 
         Raises:
@@ -129,10 +139,39 @@ class LossScale:
             )
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {"value": self.value, "updates": self.updates}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint's scale."""
         self.value = float(state["value"])
         self.updates = int(state["updates"])
+
+
+def can_leave_out(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Return True if an update can be left out by a flag on the device; the CPU needs none."""
+    return device.type != "cpu" and is_fused_on(optimizer, device)
+
+
+def is_fused_on(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Return True if the optimizer is Adam or AdamW with fused=True, and all of its parameters are on the device.
+
+    The flag would be copied to the host for parameters that are there, and read before it has come.
+    """
+    if type(optimizer) not in _FUSED:
+        return False
+    for group in optimizer.param_groups:
+        if not group["fused"] or any(parameter.device.type != device.type for parameter in group["params"]):
+            return False
+    return True
+
+
+@contextmanager
+def left_out_if(optimizer: torch.optim.Optimizer, is_bad: torch.Tensor) -> Iterator[None]:
+    """Have `optimizer.step()` change neither parameters nor its state where `is_bad`, one number, is not zero."""
+    optimizer.grad_scale = None  # type: ignore[attr-defined]
+    optimizer.found_inf = is_bad.to(torch.float32)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]

@@ -25,13 +25,14 @@ from typing import Any
 
 import torch
 
-from paceline.comm.dtensor import local
+from paceline.comm.dtensor_parts import local
 from paceline.nouns.errors import PlanError
 from paceline.nouns.options import check_torchao
 from paceline.nouns.patching import patched
 from paceline.nouns.shard_spec import Cut, ShardSpec
 from paceline.parallel.optimizer_list import OptimizerList
 from paceline.parallel.torchao_import import import_torchao
+from paceline.torch_private.optim import mark_as_wrapped, note_step
 
 CutOf = Callable[[torch.nn.Parameter], ShardSpec | None]  # how ranks cut a parameter; None: they don't
 
@@ -55,7 +56,7 @@ def with_low_precision(optimizer: torch.optim.Optimizer, states: str) -> torch.o
     """Return torchao's optimizer with the groups of one of torch's; of a list, a list of them.
 
     Args:
-        optimizer: the workload's.
+        optimizer: the workload's optimizer.
         states: the plan's `optimizer_states`; "full" returns the optimizer as it is.
 
     Raises:
@@ -65,7 +66,7 @@ def with_low_precision(optimizer: torch.optim.Optimizer, states: str) -> torch.o
         return optimizer
     check_torchao("optimizer_states", states)
     if isinstance(optimizer, OptimizerList):
-        return OptimizerList([_converted(one, states) for one in optimizer])
+        return OptimizerList([_converted(single, states) for single in optimizer])
     return _converted(optimizer, states)
 
 
@@ -73,7 +74,7 @@ def lower_in_place(optimizer: torch.optim.Optimizer, states: str) -> None:
     """Make one of torch's optimizers torchao's, the same object: a loop, its schedulers and its hooks have it.
 
     Args:
-        optimizer: the loop's.
+        optimizer: the loop's optimizer.
         states: the plan's `optimizer_states`; "full" leaves it as it is.
 
     Raises:
@@ -82,13 +83,13 @@ def lower_in_place(optimizer: torch.optim.Optimizer, states: str) -> None:
     if states == "full":
         return
     check_torchao("optimizer_states", states)
-    made = _converted(optimizer, states)
-    optimizer.__class__ = type(made)
-    for name, value in vars(made).items():
+    converted = _converted(optimizer, states)
+    optimizer.__class__ = type(converted)
+    for name, value in vars(converted).items():
         if name not in vars(optimizer):
             setattr(optimizer, name, value)
-    optimizer.defaults = made.defaults
-    for group, settings in zip(optimizer.param_groups, made.param_groups, strict=True):
+    optimizer.defaults = converted.defaults
+    for group, settings in zip(optimizer.param_groups, converted.param_groups, strict=True):
         for name in group.keys() - settings.keys():
             del group[name]
         group.update(settings)
@@ -103,11 +104,11 @@ def _count_steps(optimizer: torch.optim.Optimizer) -> None:
 
     @functools.wraps(update)
     def step(*arguments: Any, **named: Any) -> Any:
-        own: Any = reference()
-        own._opt_called = True  # torch warns where its scheduler steps first
-        return update(own, *arguments, **named)
+        current: Any = reference()
+        note_step(current)
+        return update(current, *arguments, **named)
 
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    mark_as_wrapped(step)
     optimizer.step = step  # type: ignore[method-assign]
 
 
@@ -125,8 +126,8 @@ def _converted(optimizer: torch.optim.Optimizer, states: str) -> torch.optim.Opt
         settings["betas"] = tuple(float(beta) for beta in settings["betas"])
         groups.append(settings)
     make = getattr(optim, f"Adam{'W' if is_adamw else ''}{_ENDINGS[states]}")
-    made: torch.optim.Optimizer = make(groups)
-    return made
+    converted: torch.optim.Optimizer = make(groups)
+    return converted
 
 
 def _check(optimizer: torch.optim.Optimizer, states: str) -> None:
@@ -166,7 +167,8 @@ def _refused(states: str, found: str, fix: str) -> PlanError:
 
 
 # The names of torchao's classes, with the plan's value for each.
-KINDS = {f"Adam{w}{ending}": states for states, ending in _ENDINGS.items() for w in ("", "W")}
+KINDS = {f"Adam{ending}": states for states, ending in _ENDINGS.items()}
+KINDS |= {f"AdamW{ending}": states for states, ending in _ENDINGS.items()}
 
 
 def is_low_precision(optimizer: torch.optim.Optimizer) -> bool:
@@ -180,7 +182,7 @@ def is_torchaos(kind: type) -> bool:
 
 
 def states_of_kind(kind: str) -> str:
-    """Return the value of `optimizer_states` for what `kind_of` returns of an optimizer, or of several."""
+    """Return the value of `optimizer_states` for a kind that `kind_of` has returned."""
     found = [KINDS[name] for name in kind.removeprefix("list of ").split(", ") if name in KINDS]
     return found[0] if found else "full"
 
@@ -189,8 +191,8 @@ def updated_whole(optimizer: torch.optim.Optimizer, cut_of: CutOf | None) -> set
     """Return the parameters whose parts are not blocks of the whole.
 
     Args:
-        optimizer: torchao's.
-        cut_of: how ranks cut each parameter; None: it is not known, and all are updated whole.
+        optimizer: an optimizer of torchao.
+        cut_of: a function that returns the cut of each parameter; None: cuts are not known, and all are updated whole.
     """
     found = set()
     for group in optimizer.param_groups:
@@ -211,8 +213,8 @@ def _keeps_blocks(optimizer: Any, spec: ShardSpec | None) -> bool:
     if is_packed and (cut.dim != 0 or len(cut.blocks) > 1):
         return False  # a part is not consecutive
     for part in range(cut.parts):
-        other = ShardSpec(spec.shape, (dataclasses.replace(cut, part=part),))
-        if keeps_packed(optimizer, math.prod(other.local_shape)) != is_packed:
+        part_spec = ShardSpec(spec.shape, (dataclasses.replace(cut, part=part),))
+        if keeps_packed(optimizer, math.prod(part_spec.local_shape)) != is_packed:
             return False
     return True
 
@@ -246,8 +248,8 @@ def pieces_of(key: str, value: Any) -> dict[str, torch.Tensor]:
     cut where the parameter can.
 
     Args:
-        key: of the moment.
-        value: it, or this rank's part.
+        key: the moment's key.
+        value: the moment, or this rank's part of it.
     """
     row = math.prod(value.shape[1:])
     runs = value.numel() // math.lcm(row, value.block_size)
@@ -260,48 +262,48 @@ def is_piece(key: str) -> bool:
 
 
 def spec_of_piece(spec: ShardSpec, shape: tuple[int, ...]) -> ShardSpec:
-    """Return which part of a piece is here.
+    """Return the shard spec of a piece.
 
     Args:
-        spec: of the parameter; where that is updated in parts, each is whole blocks.
-        shape: of the whole piece.
+        spec: the parameter's shard spec; where it is updated in parts, each is whole blocks.
+        shape: the shape of the whole piece.
     """
     cuts = tuple(Cut(0, (shape[0],), cut.part, cut.parts) for cut in spec.cuts)
     return ShardSpec(shape, cuts)
 
 
-def shape_of_piece(spec: ShardSpec, here: torch.Tensor, value: Any) -> tuple[int, ...]:
+def shape_of_piece(spec: ShardSpec, part: torch.Tensor, value: Any) -> tuple[int, ...]:
     """Return the shape of the whole of a piece.
 
     Args:
-        spec: of the parameter.
-        here: this rank's part of the piece.
-        value: the moment that it is of.
+        spec: the parameter's shard spec.
+        part: this rank's part of the piece.
+        value: the moment to which the piece belongs.
     """
     row = math.prod(spec.shape[1:])
-    return spec.numel // math.lcm(row, value.block_size), here.shape[1]
+    return spec.numel // math.lcm(row, value.block_size), part.shape[1]
 
 
 def put_together(
     optimizer: Any, parameter: torch.Tensor, key: str, pieces: Mapping[str, torch.Tensor]
 ) -> torch.Tensor | None:
-    """Return a moment in few bits, made of what a checkpoint has of it; None if it does not fit.
+    """Return a moment in few bits, made of its pieces in a checkpoint; None if they do not fit.
 
     Args:
-        optimizer: torchao's, which is to have it.
-        parameter: what of the parameter the state is of: this rank's part, or all of it.
-        key: of the moment.
-        pieces: by the keys of `pieces_of`.
+        optimizer: the optimizer of torchao that gets the moment.
+        parameter: this rank's part of the parameter that the state is of, or all of it.
+        key: the moment's key.
+        pieces: the pieces, by the keys of `pieces_of`.
     """
     value = optimizer._new_buffer(parameter, key == _SIGNED)
     if not is_packed(value):
         return None
     for piece in _PIECES:
-        own = getattr(value, piece)
+        target = getattr(value, piece)
         read = pieces.get(f"{key}.{piece}")
-        if read is None or read.numel() != own.numel() or read.dtype != own.dtype:
+        if read is None or read.numel() != target.numel() or read.dtype != target.dtype:
             return None
-        own.copy_(read.view(own.shape))
+        target.copy_(read.view(target.shape))
     return value  # type: ignore[no-any-return]
 
 
@@ -313,7 +315,7 @@ def not_compiled(states: str = "full") -> Iterator[None]:
     """Have torchao's optimizers make their states in a step, hold what they need meanwhile, and compute nothing.
 
     Args:
-        states: the plan's `optimizer_states`: all but "full" will need torchao.
+        states: the plan's `optimizer_states`: all values but "full" need torchao.
 
     Raises:
         PlanError: torchao is not installed.
@@ -330,7 +332,7 @@ def not_compiled(states: str = "full") -> Iterator[None]:
 
 
 def _hold_scratch(
-    parameter: torch.Tensor, gradient: torch.Tensor, step: Any, first: Any, second: Any, *rest: Any
+    parameter: torch.Tensor, gradient: torch.Tensor, step: Any, first: Any, second: Any, *settings: Any
 ) -> None:
     """Hold what the compiled update of a parameter holds; it has the same arguments."""
     if is_packed(first):

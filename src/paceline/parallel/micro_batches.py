@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,33 +19,36 @@ import torch
 from paceline.comm.pytree import tensors_in
 from paceline.comm.step_times import BACKWARD, FORWARD, Timed
 from paceline.nouns.errors import LossError, PacelineError
+from paceline.parallel.replicate.replicate_strategy import no_scale
 
 _SHAPES = 6  # how many are named in a note
 
 
 @dataclass(frozen=True, slots=True)
-class StepHooks:
-    """Calls by which the strategies follow a step while it runs.
+class Divisor:
+    """The division that makes gradients of loss sums those of the mean over the global batch, before or after.
 
     Attributes:
-        add: a micro-batch's loss sum and weight.
-        before_backward: a backward pass begins; whether it is the last, and whether it counts nothing.
-        after_forwards: the last forward pass is done.
-        weight: waits for the global batch's weight, by which the loss is divided before its backward pass; None where
-            gradients are those of the sum: the weight is not known before the first backward pass.
+        after: a function that waits for the factor of the summed gradients, and returns it; None where they are the
+            mean's.
+        before: a function that waits for the global batch's weight, by which the loss is divided before its backward
+            pass; None where the first backward pass comes before it is known.
         scale: the factor of the loss in backward passes, under fp16.
     """
 
-    add: Callable[[torch.Tensor, torch.Tensor | float], None]
-    before_backward: Callable[[bool, bool], None]
-    after_forwards: Callable[[], None]
-    weight: Callable[[], torch.Tensor | float] | None = None
+    after: Callable[[], torch.Tensor | None] = no_scale
+    before: Callable[[], torch.Tensor | float] | None = None
     scale: float = 1.0
 
-    def mean(self, total: torch.Tensor) -> torch.Tensor:
-        """Return what the backward pass begins at: this rank's share of the mean loss, or the sum; times the scale."""
-        if self.weight is not None:
-            weight = self.weight()
+    @property
+    def is_known(self) -> bool:
+        """Return True if the weight is known before the first backward pass."""
+        return self.before is not None
+
+    def root(self, total: torch.Tensor) -> torch.Tensor:
+        """Return the root of the backward pass: this rank's share of the mean loss, or the sum; times the scale."""
+        if self.before is not None:
+            weight = self.before()
             if isinstance(weight, torch.Tensor):
                 weight = weight.to(torch.promote_types(total.dtype, torch.float32))
             total = total / weight
@@ -54,16 +57,35 @@ class StepHooks:
         return total
 
 
+@dataclass(frozen=True, slots=True)
+class StepHooks:
+    """Calls by which the strategies follow a step while it runs.
+
+    Attributes:
+        add: a function that takes a micro-batch's loss sum and weight.
+        before_backward: a function called before each backward pass, with whether it is the last and whether it is
+            padding.
+        after_forwards: a function called when the last forward pass is done.
+        divisor: the divisor of the losses.
+    """
+
+    add: Callable[[torch.Tensor, torch.Tensor | float], None]
+    before_backward: Callable[[bool, bool], None]
+    after_forwards: Callable[[], None]
+    divisor: Divisor = field(default_factory=Divisor)
+
+
 def forward_backward(
     loss: Callable[[Any], Any], microbatches: Sequence[Any], hooks: StepHooks, padding: int = 0
 ) -> None:
     """Add up the gradients of the loss sum over `microbatches`; a rank without any still takes part.
 
     Args:
-        loss: of one micro-batch, with the model in it.
-        microbatches: this rank's.
-        hooks: told how the step goes on.
-        padding: how many at the end of `microbatches` only keep step with ranks that have more: they count nothing.
+        loss: a function that returns the loss of one micro-batch, with the model in it.
+        microbatches: this rank's micro-batches.
+        hooks: the calls by which the strategies follow the step.
+        padding: the number of micro-batches at the end that only keep step with ranks that have more: they count
+            nothing.
 
     Raises:
         LossError: the loss has the wrong form.
@@ -87,7 +109,7 @@ def forward_backward(
         if is_last:
             hooks.after_forwards()
         hooks.before_backward(is_last, is_padding)
-        root = hooks.mean(total)
+        root = hooks.divisor.root(total)
         with Timed(BACKWARD):
             root.backward()  # type: ignore[no-untyped-call]
     # A rank without samples has no forward pass, but the others wait for its numbers.
@@ -96,7 +118,7 @@ def forward_backward(
 
 
 def _called(loss: Callable[[Any], Any], batch: Any, which: str) -> Any:
-    """Return the loss of a micro-batch; an error of the person's code gets a note of the shapes it was given."""
+    """Return the loss of a micro-batch; an error of the user's code gets a note of the shapes it was given."""
     try:
         return loss(batch)
     except Exception as error:
@@ -150,7 +172,7 @@ def checked_loss(result: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
 
 
 def _lack(result: Any) -> str:
-    """Say what is wrong with something that is no pair."""
+    """Return the fault of a loss that is no pair."""
     if result is None:
         return "is its `return` missing?"
     if isinstance(result, torch.Tensor):

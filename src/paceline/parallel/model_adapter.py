@@ -1,6 +1,6 @@
 """A model as one rank of a mesh holds it: whole, in FSDP2's shards, or in pieces and stages.
 
-`ModelAdapter` is what `apply.py` asks of each of them.
+`ModelAdapter` is what `engine/declared.py` asks of each of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.parallel.observer import StepObserver
 from paceline.parallel.offload_activations import OffloadedActivations
 from paceline.parallel.peer_values import PeerValues
 from paceline.parallel.replicate.buffers import KeptBuffers
-from paceline.parallel.replicate.strategy import sparse_names
+from paceline.parallel.replicate.replicate_strategy import sparse_names
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 
@@ -27,13 +27,12 @@ class ModelAdapter(Protocol):
     """One rank's model, and how it runs.
 
     Attributes:
-        model: the person's module; its parameters are what this rank updates, or nothing (on the meta device).
-        autocast: the workload's precision, as a context.
-        finishes_later: gradients are not final when autograd makes them.
-        is_captured: the person's code runs as graphs, without side effects.
+        model: the user's module; its parameters are those that this rank updates, or on the meta device.
+        autocast: a function that returns the context of the workload's precision.
+        finishes_later: whether gradients are not final when autograd makes them.
+        is_captured: whether the user's code runs as graphs, without side effects.
         couples_samples: the operation in which samples meet, where that is known.
-        notices: what the person should know of how the model was placed.
-        written_buffers: what the forward pass writes into beside batch norm's statistics, where that is known.
+        written_buffers: the buffers that the forward pass writes into, batch norm's apart, where that is known.
         counts_loss: whether this rank adds its losses to the sum; of ranks with the same samples one does.
     """
 
@@ -43,8 +42,11 @@ class ModelAdapter(Protocol):
     counts_loss: bool
     is_captured: bool
     couples_samples: str
-    notices: Sequence[str]
     written_buffers: list[str]
+
+    @property
+    def notices(self) -> Sequence[str]:
+        """Return notices for the user about how the model was placed."""
 
     def attach(self, observer: StepObserver, peer_values: PeerValues) -> None:
         """Call `observer` in the steps from here on, and read the other ranks' numbers by `peer_values`."""
@@ -70,30 +72,30 @@ class ModelAdapter(Protocol):
     def finish_backward(self) -> None:
         """Make gradients sums over every axis but `replicate`."""
 
-    def update_whole(self, names: set[str]) -> None:
+    def update_whole(self, names: set[str], optimizer: torch.optim.Optimizer) -> None:
         """From now on, have the optimizer update these parameters as a whole, each on one of the ranks that cut it."""
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Run the optimizer's step."""
 
     def counted(self) -> Mapping[torch.nn.Parameter, bool]:
-        """Return whether this rank counts each parameter's gradient in the norm; it counts those that are not there."""
+        """Return whether this rank counts each parameter's gradient in the norm; what the mapping lacks counts."""
 
     def evaluate(self, name: str, score: Any, batch: Any) -> Any:
-        """Return what `score(model, batch)` returns."""
+        """Return the result of `score(model, batch)`."""
 
-    def held(self) -> dict[str, LocalShard]:
-        """Return what this rank holds of tensors that are not whole everywhere.
+    def local_shards(self) -> dict[str, LocalShard]:
+        """Return this rank's shards of tensors that are not whole everywhere.
 
         Under `optimizer/NAME` stands the optimizer's state of a parameter where it is not cut as the parameter is;
-        without holders, where other ranks have it.
+        without holders, where only other ranks have it.
         """
 
     def of_experts(self) -> set[str]:
         """Return the parameters of which each rank of `expert` holds other experts' weights."""
 
     def take_expert_rows(self) -> dict[str, torch.Tensor]:
-        """Return how many rows of this rank's tokens have gone to each expert of each layer since it was asked last.
+        """Return the rows of this rank's tokens for each expert since the last call: one tensor of counts per layer.
 
         The same layers on every rank, in the same order.
         """
@@ -103,11 +105,11 @@ class ModelAdapter(Protocol):
 
 
 class OwnCode:
-    """A model that runs by the person's own code, one micro-batch after another.
+    """A model that runs by the user's own code, one micro-batch after another.
 
     Attributes:
-        keeps_pace: every rank must run as many micro-batches as the others.
-        shared: batch norm's statistics over the ranks.
+        keeps_pace: whether every rank must run as many micro-batches as the others.
+        shared: the batch norm statistics that the ranks share; None where each has its own.
         spare: a micro-batch for ranks that have none.
         offloaded: the activations that are in the host's memory, under checkpointing=offload.
     """
@@ -143,8 +145,8 @@ class OwnCode:
             counts = next(real, False)
             if self.shared is not None:
                 self.shared.counts = counts
-            kept: AbstractContextManager[Any] = nullcontext() if counts else self._without_traces()
-            with kept, self.autocast():
+            context: AbstractContextManager[Any] = nullcontext() if counts else self._without_traces()
+            with context, self.autocast():
                 return self.call(loss, batch)
 
         forward_backward(run, filled_up, hooks, len(filled_up) - len(microbatches))
@@ -192,7 +194,7 @@ class EagerAdapter(OwnCode):
         self.parameters = dict(model.named_parameters())
 
     def call(self, function: Any, batch: Any) -> Any:
-        """Call the person's function on the person's model."""
+        """Call the user's function on the user's model."""
         return function(self.model, batch)
 
     def updated(self) -> Mapping[str, torch.nn.Parameter]:
@@ -212,7 +214,7 @@ class EagerAdapter(OwnCode):
     def finish_backward(self) -> None:
         """Do nothing."""
 
-    def update_whole(self, names: set[str]) -> None:
+    def update_whole(self, names: set[str], optimizer: torch.optim.Optimizer) -> None:
         """Do nothing: all parameters are whole."""
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
@@ -224,10 +226,10 @@ class EagerAdapter(OwnCode):
         return {}
 
     def evaluate(self, name: str, score: Any, batch: Any) -> Any:
-        """Call the person's function on the person's model."""
+        """Call the user's function on the user's model."""
         return score(self.model, batch)
 
-    def held(self) -> dict[str, LocalShard]:
+    def local_shards(self) -> dict[str, LocalShard]:
         """Return nothing: everything is whole everywhere."""
         return {}
 

@@ -1,4 +1,4 @@
-"""Compute the norm of the whole gradient, wherever its parts lie, and scale gradients to clip by it."""
+"""Compute the norm of the whole gradient, whichever ranks have its parts, and scale gradients to clip by it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from paceline.comm.collectives import AxisComm
 from paceline.comm.squared_norm import square_norm, square_norm_of
 from paceline.parallel.replicate.bucket import local_gradient
+from paceline.torch_private.optim import foreach_mul_
 
 
 def global_norm(
@@ -17,7 +18,7 @@ def global_norm(
     """Return the Euclidean norm of the gradient of all parameters, equal on every rank.
 
     Args:
-        parameters: those with gradients here, whole or in part.
+        parameters: the parameters with gradients here, whole or in part.
         counted: whether this rank counts a parameter's part: of the ranks that hold the same part only one does.
         comms: the axes over which parts are spread; empty where every rank has everything.
     """
@@ -58,6 +59,6 @@ def scale_gradients(parameters: Iterable[torch.nn.Parameter], factor: torch.Tens
         elif gradient.numel():
             dense.append(gradient)
     if dense:
-        torch._foreach_mul_(dense, factor.to(dense[0].device))
+        foreach_mul_(dense, factor.to(dense[0].device))
     for gradient in sparse:
         gradient.mul_(factor.to(gradient.dtype))

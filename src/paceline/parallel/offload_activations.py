@@ -6,7 +6,7 @@ A step of blocks 1 to N; every copy is done on a stream of its own, and the host
     backward of block i    meanwhile block i-1's tensors are copied back
 
 The tensors of the block that ran last are not copied: they are needed first. So at most two blocks' tensors are on the
-device. Small tensors, parameters, buffers and what is computed from a parameter alone stay there.
+device. Small tensors, parameters, buffers and what is computed only from a parameter stay there.
 
 Needs: a device with streams; a backward pass on the streams of its forward pass, as autograd runs it.
 Promises: the gradients are those without it, bit for bit, whatever the order of passes. What is written in place after
@@ -26,16 +26,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from paceline.nouns.errors import PlanError
 from paceline.nouns.profile import NOTHING_TO_OFFLOAD
 from paceline.parallel.observer import StepObserver
 from paceline.parallel.shard.blocks import find_blocks
+from paceline.torch_private.operations import FakeTensor
+from paceline.torch_private.tensors import key_of, storage_key
 
 LEAST_BYTES = 2**16  # a smaller copy costs more in its two launches than it saves (an assumption, not measured)
-_ALONE = 4  # such operations at most lie between a parameter and its copy in another type
+_MOST_COPIES = 4  # operations between a parameter and its copy in another type
 _COPIES = {
     "ToCopyBackward0",
     "TBackward0",
@@ -56,15 +57,15 @@ class _Memory:
     """A storage that saved tensors are views of: on the device, in the host's memory, or both.
 
     Attributes:
-        flat: all of it on the device, in one dimension; None while it is in the host's memory alone.
+        flat: all of the storage on the device, in one dimension; None while it is only in the host's memory.
         storage: the device's memory as it was saved, if somebody still has it.
-        stream: on which its blocks compute.
-        free: pinned memory that nothing is in, by size; what this holds goes back there.
-        is_original: `flat` is what was saved, and not what was copied back.
-        version: of the tensors, when they were copied.
-        views: geometry and bytes of what was saved of it.
-        host, copied: pinned memory, and the values there.
-        arrival: of what is being copied back.
+        stream: the stream on which its blocks compute.
+        free: the pinned memory that is not in use, by size; what this holds goes back there.
+        is_original: whether `flat` is what was saved, and not what was copied back.
+        version: the version of the tensors when they were copied.
+        views: the bytes of each saved view, by its geometry.
+        host, copied: the pinned memory, and the values there.
+        arrival: the copy back to the device that is under way; None without one.
         last: the number of the pass that saved it last.
     """
 
@@ -120,11 +121,11 @@ class _Pass:
     """A block's forward pass.
 
     Attributes:
-        number: counts passes.
-        stream: on which it computes.
+        number: the number of the pass, counted over all blocks.
+        stream: the stream on which it computes.
         states: the storages of parameters and buffers.
-        memories: what it saved.
-        is_backward: its backward pass has begun.
+        memories: the storages of the tensors that it saved.
+        is_backward: whether its backward pass has begun.
     """
 
     number: int
@@ -140,13 +141,13 @@ class _Pass:
 
 @dataclass(slots=True, eq=False)
 class _Saved:
-    """What autograd keeps in place of a tensor.
+    """A saved tensor, as autograd keeps it.
 
     Attributes:
-        version: of the tensor as it was saved.
-        tensor: itself, without its history, if it stays on the device; else None.
-        memory, owner: where its values are, and the pass that saved it.
-        geometry: its size, strides and offset there.
+        version: the version of the tensor when it was saved.
+        tensor: the tensor itself, without its history, if it stays on the device; else None.
+        memory, owner: the storage of its values, and the pass that saved it.
+        geometry: its size, strides and offset in the storage.
     """
 
     version: int
@@ -160,11 +161,11 @@ class OffloadedActivations:
     """The saved tensors of one model's blocks.
 
     Args:
-        device: where the model computes.
+        device: the device where the model computes.
         streams: torch's module of the device's streams; None looks it up in the first pass.
 
     Attributes:
-        observer: told of what is copied and allocated.
+        observer: the observer of copies and allocations.
     """
 
     def __init__(self, device: torch.device, streams: Any = None) -> None:
@@ -185,7 +186,7 @@ class OffloadedActivations:
 
         Args:
             function: a block's forward pass.
-            states: returns the parameters and buffers that it may read; they stay where they are.
+            states: a function that returns the parameters and buffers that it may read; they stay where they are.
         """
 
         @functools.wraps(function, updated=())
@@ -221,8 +222,8 @@ class OffloadedActivations:
         for owner in waiting:
             self._copy(owner)
         # Another class is a part of a parameter under `shard`, which no block reads.
-        kept = frozenset(state.untyped_storage()._cdata for state in states() if type(state) in _PLAIN)
-        return _Pass(next(self.numbers), self.streams.current_stream(self.device), kept)
+        state_keys = frozenset(storage_key(state) for state in states() if type(state) in _PLAIN)
+        return _Pass(next(self.numbers), self.streams.current_stream(self.device), state_keys)
 
     def _copy(self, owner: _Pass) -> None:
         memories = owner.saved()
@@ -254,13 +255,13 @@ class OffloadedActivations:
         self.leaving = []
 
     def _save(self, owner: _Pass, tensor: torch.Tensor) -> _Saved:
-        """Return what autograd is to keep of a tensor."""
+        """Return the object that autograd keeps in place of a tensor."""
         version = tensor._version
         values = tensor.detach()  # its history would lead back to who saves it: memory that is never freed
         if not self._can_leave(owner, tensor):
             return _Saved(version, values)
         storage = values.untyped_storage()
-        key = storage._cdata
+        key = key_of(storage)
         memory = self.known.get(key)
         if memory is None or memory.storage() is not storage or not memory.can_take(values, owner.stream):
             memory = _Memory(_flat(values), weakref.ref(storage), owner.stream, self.free, version=version)
@@ -278,7 +279,7 @@ class OffloadedActivations:
         if type(tensor) not in _PLAIN or tensor.layout != torch.strided or tensor.device.type != self.device.type:
             return False
         storage = tensor.untyped_storage()
-        if storage.nbytes() < LEAST_BYTES or storage._cdata in owner.states:
+        if storage.nbytes() < LEAST_BYTES or key_of(storage) in owner.states:
             return False
         if tensor.is_conj() or tensor.is_neg() or storage.nbytes() % tensor.element_size():
             return False
@@ -366,9 +367,9 @@ def _flat(values: torch.Tensor) -> torch.Tensor:
 
 
 def _is_of_parameter(tensor: torch.Tensor) -> bool:
-    """True for a copy or view of a parameter alone, such as autocast's in half precision: autocast holds on to it."""
+    """True for a copy or view of only a parameter, such as autocast's in half precision, which autocast keeps."""
     node: Any = tensor.grad_fn
-    for _ in range(_ALONE):
+    for _ in range(_MOST_COPIES):
         if node is None or node.name() not in _COPIES:
             return False
         node = node.next_functions[0][0]
@@ -390,14 +391,16 @@ def offload_blocks(model: torch.nn.Module, device: torch.device) -> OffloadedAct
     """Offload what the repeated blocks of a model save that runs by its own code; return None if it has none.
 
     Args:
-        model: changed in place.
-        device: where it computes.
+        model: the model, changed in place.
+        device: the device where the model computes.
     """
     blocks = list(find_blocks(model).values())
     if not blocks:
         return None
     offloaded = OffloadedActivations(device)
-    inside = {module for block in blocks for module in block.modules()}
+    inside: set[torch.nn.Module] = set()
+    for block in blocks:
+        inside.update(block.modules())
     outside = [module for module in model.modules() if module not in inside]
     for block in blocks:
         # Asked anew in each pass: under `shard` a parameter is whole while its block runs, and other memory each time.
@@ -414,7 +417,7 @@ def _states(modules: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
 
 
 def nothing_offloaded() -> str:
-    """Return what a person is told where no block's activations leave the device."""
+    """Return the notice for a plan under which no block's activations leave the device."""
     return f"checkpointing=offload {NOTHING_TO_OFFLOAD}: the model has no repeated blocks"
 
 

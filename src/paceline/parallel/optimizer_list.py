@@ -26,10 +26,10 @@ class OptimizerList(torch.optim.Optimizer):
     `scheduler(optimizer)` may make one scheduler for each; a scheduler of the whole changes the groups of all.
 
     Args:
-        optimizers: what the workload returned.
+        optimizers: the optimizers that the workload returned.
 
     Attributes:
-        optimizers: the same.
+        optimizers: the same optimizers.
     """
 
     optimizers: list[torch.optim.Optimizer]
@@ -41,7 +41,10 @@ class OptimizerList(torch.optim.Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """Return the groups of all, in order: the very dicts that the optimizers have."""
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        groups = []
+        for optimizer in self.optimizers:
+            groups += optimizer.param_groups
+        return groups
 
     def __len__(self) -> int:
         return len(self.optimizers)
@@ -89,44 +92,44 @@ class OptimizerList(torch.optim.Optimizer):
 
 
 def alone(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return what can be tried by itself: the optimizers of a list, or the one that there is."""
+    """Return the optimizers of a list, or the one optimizer: each of these can be tried by itself."""
     return optimizer.optimizers if isinstance(optimizer, OptimizerList) else [optimizer]
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
     """Return the name of the optimizer's class; of several, of all."""
-    kinds = [type(one).__name__ for one in alone(optimizer)]
+    kinds = [type(single).__name__ for single in alone(optimizer)]
     return f"list of {', '.join(kinds)}" if isinstance(optimizer, OptimizerList) else kinds[0]
 
 
-def as_one(made: Any) -> Any:
-    """Return what the workload's `optimizer` function made: a list or tuple of optimizers as one, all else as it is.
+def as_one(result: Any) -> Any:
+    """Return a list or tuple of optimizers, from the workload's `optimizer` function, as one; all else as it is.
 
     Raises:
         WorkloadError: the list is empty, or has something else in it, or has an optimizer or a parameter twice.
     """
-    if not isinstance(made, list | tuple):
-        return made
-    if not made:
+    if not isinstance(result, list | tuple):
+        return result
+    if not result:
         raise WorkloadError(_ASKED, "it returned none", "return e.g. [torch.optim.AdamW(model.parameters())]")
-    for number, one in enumerate(made):
-        if not isinstance(one, torch.optim.Optimizer):
+    for number, single in enumerate(result):
+        if not isinstance(single, torch.optim.Optimizer):
             raise WorkloadError(
                 _ASKED,
-                f"number {number} of the {len(made)} that it returned is {shown(one)}",
+                f"number {number} of the {len(result)} that it returned is {shown(single)}",
                 "return objects, such as [torch.optim.Muon(matrices), torch.optim.AdamW(others)]",
             )
-        if contains(made[:number], one):
+        if contains(result[:number], single):
             raise WorkloadError(
-                _ASKED, f"number {number} of the {len(made)} that it returned is there twice", "return each once"
+                _ASKED, f"number {number} of the {len(result)} that it returned is there twice", "return each once"
             )
-    return OptimizerList(list(made))
+    return OptimizerList(list(result))
 
 
 def check_servers_can_run(optimizer: torch.optim.Optimizer) -> None:
     """Raise PlanError if parameter servers should run several optimizers."""
     if isinstance(optimizer, OptimizerList):
-        kinds = ", ".join(type(one).__name__ for one in optimizer)
+        kinds = ", ".join(type(single).__name__ for single in optimizer)
         raise PlanError(
             "the servers should run the workload's optimizer",
             f"it returns {len(optimizer)} ({kinds}), and servers run one, with any number of groups",
@@ -139,10 +142,12 @@ def check_shared_out(optimizer: OptimizerList, model: torch.nn.Module) -> None:
     """Raise WorkloadError unless every trained parameter of the model is in exactly one of the optimizers."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     owners: dict[torch.nn.Parameter, int] = {}
-    for number, one in enumerate(optimizer.optimizers):
-        own = {parameter for group in groups_of(one) for parameter in group["params"]}
+    for number, single in enumerate(optimizer.optimizers):
+        members = set()
+        for group in groups_of(single):
+            members.update(group["params"])
         for parameter, name in names.items():  # in the model's order, so that all ranks name the same
-            if parameter not in own:
+            if parameter not in members:
                 continue
             if parameter in owners:
                 raise WorkloadError(
@@ -151,11 +156,12 @@ def check_shared_out(optimizer: OptimizerList, model: torch.nn.Module) -> None:
                     "give each parameter to one of them, e.g. by parameter.dim() == 2 and its opposite",
                 )
             owners[parameter] = number
-    left = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in owners]
-    if left:
-        more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
+    missing = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in owners]
+    if missing:
+        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
         raise WorkloadError(
             "the workload's optimizers should have every parameter that is trained",
-            f"{', '.join(left[:_NAMED])}{more} {'is' if len(left) == 1 else 'are'} in none of the {len(optimizer)}",
+            f"{', '.join(missing[:_NAMED])}{more} {'is' if len(missing) == 1 else 'are'} in none of the "
+            f"{len(optimizer)}",
             "give it to one of them, or call requires_grad_(False) on what stays as it is, in the model's function",
         )

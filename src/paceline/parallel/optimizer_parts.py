@@ -17,7 +17,7 @@ def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """Return the optimizer and the optimizers in its attributes, in lists, tuples and dicts of them too; each once."""
     parts = [optimizer]
     for part in parts:  # it grows: a part may have parts
-        # Attributes alone: an optimizer that a part holds elsewhere, in a closure, is not found.
+        # Only attributes: an optimizer that a part holds elsewhere, in a closure, is not found.
         for name, value in vars(part).items():
             if name in _OF_TORCH or not isinstance(value, _HOLDERS):
                 continue
@@ -56,3 +56,8 @@ def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
             if not contains(groups, group):
                 groups.append(group)
     return groups
+
+
+def settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's settings of a group, such as its learning rate."""
+    return {name: value for name, value in group.items() if name != "params"}

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.graph.writes import written_values
 from paceline.nouns.errors import WorkloadError
+from paceline.torch_private.operations import TorchDispatchMode, schema_of
+from paceline.torch_private.tensors import storage_key
 
 _WATCHED = 3  # forward passes: later writes are as good as never
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -30,13 +31,13 @@ class ParameterWrites:
     """Watches the first forward passes of a model.
 
     Args:
-        placement: how ranks hold the model, for the error.
-        is_on: False watches nothing.
+        placement: the placement of the model, for the error.
+        is_on: whether anything is watched.
     """
 
     def __init__(self, placement: str, is_on: bool = True) -> None:
         self.placement = placement
-        self.left = _WATCHED if is_on else 0
+        self.passes_left = _WATCHED if is_on else 0
         self.mode: _WriteWatch | None = None
 
     def watching(self) -> contextlib.AbstractContextManager[Any]:
@@ -46,9 +47,9 @@ class ParameterWrites:
             WorkloadError: it writes to a parameter that `add` has named.
         """
         self.mode = None
-        if not self.left or not torch.is_grad_enabled():
+        if not self.passes_left or not torch.is_grad_enabled():
             return contextlib.nullcontext()
-        self.left -= 1
+        self.passes_left -= 1
         self.mode = _WriteWatch(self.placement)
         return self.mode
 
@@ -57,7 +58,7 @@ class ParameterWrites:
         if self.mode is None:
             return
         for name, parameter in parameters.items():
-            self.mode.names[parameter.untyped_storage()._cdata] = name
+            self.mode.names[storage_key(parameter)] = name
 
 
 class _WriteWatch(TorchDispatchMode):
@@ -70,15 +71,15 @@ class _WriteWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at what the operation writes to, then run it."""
-        if function._schema.is_mutable:
-            for value in written_values(function._schema, args, kwargs or {}):
+        if schema_of(function).is_mutable:
+            for value in written_values(schema_of(function), args, kwargs or {}):
                 self._check(value)
         return function(*args, **(kwargs or {}))
 
     def _check(self, value: Any) -> None:
         if type(value) not in (torch.Tensor, torch.nn.Parameter):
             return
-        name = self.names.get(value.untyped_storage()._cdata)
+        name = self.names.get(storage_key(value))
         line = None if name is None else _line_of_the_user()
         if line is not None:
             raise WorkloadError(

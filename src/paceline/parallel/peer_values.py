@@ -20,24 +20,37 @@ class PeerValues:
 
     Attributes:
         sums_on_cpu: whether tensors on the CPU are summed as process groups for CPUs do it; False: as on a GPU.
+        are_there: whether the other ranks add their numbers to sums.
     """
 
     sums_on_cpu = True
+    are_there = True
 
     def step_stats(self, stats: StepStatsReducer, changed: Sequence[bool]) -> StepStats:
         """Return the step's numbers, which all ranks have summed.
 
         Args:
-            stats: holds the sum.
-            changed: by buffer, whether this rank's forward passes changed it.
+            stats: the reducer that holds the sum.
+            changed: for each buffer, whether this rank's forward passes changed it.
         """
         return stats.read()
+
+    def message(self, sums: torch.Tensor, ranks: slice, own_range: slice) -> torch.Tensor:
+        """Return the sums of the messages in which the ranks of a loop announce their calls.
+
+        Args:
+            sums: the sums as the ranks have them.
+            ranks: the range of the numbers of all ranks, one rank after another. Behind it is for each buffer the
+                number of ranks that have changed it.
+            own_range: the range of this rank's numbers.
+        """
+        return sums
 
     def has_overflown(self, flag: torch.Tensor) -> bool:
         """Return whether gradients have overflown under fp16.
 
         Args:
-            flag: above 0 where they have, on any rank.
+            flag: a number that is above 0 where they have, on any rank.
         """
         return bool(flag > 0)
 

@@ -26,7 +26,7 @@ class Programs:
 
     Attributes:
         most_nodes: operations of all of them together.
-        notices: what the person should know of how often programs are made.
+        notices: what the user should know of how often programs are made.
     """
 
     most_nodes: int = MOST_NODES

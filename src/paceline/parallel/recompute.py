@@ -19,6 +19,7 @@ from paceline.nouns.profile import NOTHING_TO_RECOMPUTE
 from paceline.parallel.kept_attributes import KeptAttributes
 from paceline.parallel.replicate.buffers import EarlierPasses, KeptBuffers
 from paceline.parallel.shard.blocks import find_blocks
+from paceline.torch_private.modules import BatchNorm, compiled_never
 
 Context = AbstractContextManager[Any]
 Contexts = Callable[[], tuple[Context, Context]]
@@ -43,9 +44,9 @@ def recomputed(function: Callable[..., Any], mode: str, block: torch.nn.Module |
     """Return `function`, whose inner values are computed again in the backward pass.
 
     Args:
-        function: of tensors, without side effects but on the buffers of `block`.
-        mode: "none", "full" or "selective".
-        block: whose buffers the function may read and write.
+        function: a function of tensors, without side effects but on the buffers of `block`.
+        mode: the kind of checkpointing: "none", "full" or "selective".
+        block: the block whose buffers the function may read and write.
     """
     if mode == "none":
         return function
@@ -70,12 +71,12 @@ def recomputed(function: Callable[..., Any], mode: str, block: torch.nn.Module |
 def recompute_blocks(model: torch.nn.Module, mode: str, is_compiled: bool = False) -> int:
     """Recompute the repeated blocks of a model that runs by its own code; return how many there are.
 
-    A block with batch norm is left alone: computed twice it would exchange its statistics with the other ranks twice.
+    A block with batch norm stays as it is: computed twice it would exchange its statistics with the other ranks twice.
 
     Args:
-        model: changed in place.
-        mode: as for `recomputed`.
-        is_compiled: the model will be compiled, but for blocks with buffers: where the compiler traces a
+        model: the model, changed in place.
+        mode: the kind of checkpointing, as for `recomputed`.
+        is_compiled: whether the model will be compiled, but for blocks with buffers: where the compiler traces a
             checkpoint, buffers can't be exchanged.
     """
     if mode == "none":
@@ -87,10 +88,7 @@ def recompute_blocks(model: torch.nn.Module, mode: str, is_compiled: bool = Fals
         forward = block.forward
         block.forward = recomputed(forward, mode, block if has_buffers else None)
         if is_compiled and has_buffers:
-            from torch._dynamo import decorators  # imports the compiler, where torch.compiler.disable may not
-
-            compiled_never = decorators.disable(block.forward)  # type: ignore[no-untyped-call]
-            block.forward = functools.update_wrapper(compiled_never, forward, updated=())
+            block.forward = functools.update_wrapper(compiled_never(block.forward), forward, updated=())
     return len(blocks)
 
 
@@ -106,9 +104,9 @@ def is_kept_from_compiler(forward: Callable[..., Any]) -> bool:
     return getattr(forward, "_torchdynamo_disable", False)  # torch's own mark
 
 
-def nothing_recomputed(mode: str, why: str = "the model has no repeated blocks, or they have batch norm") -> str:
-    """Return what a person is told where no block is recomputed."""
-    return f"checkpointing={mode} {NOTHING_TO_RECOMPUTE}: {why}"
+def nothing_recomputed(mode: str, reason: str = "the model has no repeated blocks, or they have batch norm") -> str:
+    """Return the notice for a plan under which no block is recomputed."""
+    return f"checkpointing={mode} {NOTHING_TO_RECOMPUTE}: {reason}"
 
 
 class _Nested:
@@ -158,8 +156,7 @@ def _no_contexts() -> tuple[Context, Context]:
 
 
 def _has_batch_norm(block: torch.nn.Module) -> bool:
-    batch_norm = torch.nn.modules.batchnorm._BatchNorm
-    return any(isinstance(module, batch_norm) for module in block.modules())
+    return any(isinstance(module, BatchNorm) for module in block.modules())
 
 
 def _policy(context: Any, operation: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:

@@ -31,9 +31,10 @@ from paceline.nouns.errors import LossError, PlanError, UsageError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.workload import Workload
-from paceline.parallel.apply import Comms, Parallel, RankPlace
 from paceline.parallel.effects import SERVERS
-from paceline.parallel.micro_batches import StepHooks
+from paceline.parallel.engine.declared import DeclaredEngine
+from paceline.parallel.engine.engine import Comms, RankPlace
+from paceline.parallel.micro_batches import Divisor, StepHooks
 from paceline.parallel.model_adapter import ModelAdapter
 from paceline.parallel.norm import scale_gradients
 from paceline.parallel.observer import FORWARD
@@ -42,23 +43,23 @@ from paceline.parallel.parameter_writes import ParameterWrites
 from paceline.parallel.replicate.bucket import local_gradient
 from paceline.parallel.step_stats import StepStats
 from paceline.server.handle import Handle
-from paceline.server.layout import AVERAGE
+from paceline.server.range_tensors import MEAN, STOPPING
+from paceline.server.server_layout import AVERAGE
 from paceline.server.settings import JobSettings
-from paceline.server.tensors import MEAN, STOPPING
 from paceline.server.transport.address import Credentials
 
 CREDENTIALS = "PACELINE_CREDENTIALS"
 
 
-class ServerParallel(Parallel):
-    """A step's moments, where servers update the parameters.
+class ServerEngine(DeclaredEngine):
+    """The step of a worker, where servers update the parameters.
 
     Args:
-        placed: the whole model.
-        workload: loss, clipping and precision.
-        comms: axes of one rank: workers don't speak to each other.
-        plan: the servers' part of it.
-        place: this worker.
+        placed: the adapter of the whole model.
+        workload: the user's workload, with loss, clipping and precision.
+        comms: the communicators of axes of one rank: workers don't communicate with each other.
+        plan: the job's plan, with the servers' options.
+        place: this worker's number and device.
     """
 
     has_gradients: ClassVar[bool] = False
@@ -87,7 +88,7 @@ class ServerParallel(Parallel):
 
     @staticmethod
     def comm_mesh(mesh: Mesh, rank: int) -> tuple[Mesh, int]:
-        """Return a mesh of this worker alone: workers exchange gradients with the servers, not with each other."""
+        """Return a mesh of only this worker: workers exchange gradients with the servers, not with each other."""
         return Mesh.parse("replicate=1"), 0
 
     def __init__(self, placed: ModelAdapter, workload: Workload, comms: Comms, plan: Plan, place: RankPlace) -> None:
@@ -134,9 +135,9 @@ class ServerParallel(Parallel):
         """Join the servers' job, and take over its parameters.
 
         Args:
-            optimizer: whose settings, and state from a checkpoint, go to the servers.
-            samples: in the data set.
-            steps: of the whole training.
+            optimizer: the optimizer whose settings, and state from a checkpoint, go to the servers.
+            samples: the number of samples in the data set.
+            steps: the number of steps of the whole training.
             base: the step of the checkpoint that was loaded, 0 without.
 
         Raises:
@@ -144,8 +145,8 @@ class ServerParallel(Parallel):
             UsageError: there is no coordinator.
             PacelineError: the servers refuse this worker, or have gone.
         """
-        where = os.environ.get(COORDINATOR)
-        if where is None:
+        address = os.environ.get(COORDINATOR)
+        if address is None:
             raise UsageError(
                 f"the plan {self.plan.line()}", "no servers are running", "start the file with `paceline run`"
             )
@@ -157,7 +158,7 @@ class ServerParallel(Parallel):
             "is_deterministic": self.workload.deterministic,
         }
         credentials = Credentials(Path(folder)) if folder else None
-        self.handle.join(where, self.rank, steps - base, options, credentials)
+        self.handle.join(address, self.rank, steps - base, options, credentials)
 
     @property
     def clip_norm(self) -> float | None:
@@ -181,9 +182,9 @@ class ServerParallel(Parallel):
         self.observers.phase_begins(FORWARD)
         self.was_stopping = is_stopping
         self.is_mean = self.plan.world_size == 1 and len(microbatches) == 1
-        weight = self.stats.own_weight if self.is_mean else None
+        self.divisor = Divisor(before=self.stats.own_weight if self.is_mean else None)
         self.follow_hooks()
-        hooks = StepHooks(self.stats.add, self.placed.before_backward, lambda: None, weight)
+        hooks = StepHooks(self.stats.add, self.placed.before_backward, lambda: None, self.divisor)
         self.placed.forward_backward(self._watched_loss, microbatches, hooks, longest)
 
     def _watched_loss(self, model: Any, batch: Any) -> Any:
@@ -232,9 +233,9 @@ class ServerParallel(Parallel):
         return stats
 
     def stats_of_answer(self, is_stopping: bool = False, changed: list[int] | None = None) -> StepStats | None:
-        """Return what the servers' last answer says of the update before it; None before the first.
+        """Return the numbers of the update before the servers' last answer; None before the first.
 
-        By rounds it is of all workers together, in the other modes of one.
+        By rounds they are of all workers together, in the other modes of one.
         """
         note = next((note for note in self._joined().answer.notes if note), None)
         if note is None:
@@ -262,7 +263,7 @@ class ServerParallel(Parallel):
         return self.handle
 
     def _sent(self) -> list[torch.Tensor | None]:
-        """Return what goes to the servers: gradients, and buffers that the forward passes changed."""
+        """Return the tensors that are pushed: gradients, and buffers that the forward passes changed."""
         number = {name: index for index, name in enumerate(self.buffers.names)}
         handle = self._joined()
         sent: list[torch.Tensor | None] = []
@@ -279,7 +280,7 @@ class ServerParallel(Parallel):
 
     def _clip_local(self, weight: float) -> None:
         """Clip this worker's gradient, which is an update of its own, by its own norm."""
-        norm = self.gradient_norm()
+        norm = self.norm_of()
         if weight and not self.is_mean:
             norm = norm / weight
         self.norm = float(norm)

@@ -14,8 +14,9 @@ import torch
 
 from paceline.comm.collectives import AxisComm
 from paceline.comm.host_copy import HostCopy
-from paceline.comm.reducer import message_reducer
+from paceline.comm.reducer import Reducer, message_reducer
 from paceline.comm.shared_memory import SharedMemory
+from paceline.parallel.engine.agreement import write_numbers
 
 # Places in the message; a number per rank and then one per buffer follow.
 _LOSS = 0
@@ -32,7 +33,7 @@ class StepStats:
     weight: float  # what the mean is divided by
     is_stopping: bool  # some rank was asked to stop
     bad_ranks: list[int]  # ranks whose loss is not finite
-    changed: list[int]  # for each buffer: the sum of what the ranks said of it, as `Buffers.find_changed` has it
+    changed: list[int]  # for each buffer: the sum over the ranks of what `Buffers.find_changed` returned
 
     @property
     def mean(self) -> float:
@@ -41,14 +42,14 @@ class StepStats:
 
 
 class StepStatsReducer:
-    """Collects this rank's numbers, sends them, reads everybody's.
+    """Collects this rank's numbers, sends them, and reads the sums.
 
     Args:
         comm: the axis to sum over.
-        shared: shared memory between the ranks, if it is open.
+        shared: the memory that the ranks share; None where there is none.
         counts: whether this rank adds losses and weights; others take part with zeros.
-        buffers: how many buffers the model has.
-        device: where the losses are.
+        buffers: the number of the model's buffers.
+        device: the device of the losses.
     """
 
     def __init__(
@@ -60,13 +61,19 @@ class StepStatsReducer:
         self.scale: torch.Tensor | None = None
         # float64 adds up whole numbers exactly up to 2**53: flags of buffers are sums of 2**20 and 1 over the ranks.
         length = _FIRST_RANK + comm.size + buffers
-        self.mine = torch.zeros(length, dtype=torch.float64, device=device)
-        self.reducer = message_reducer(comm, shared, length, device)
+        self.own_numbers = torch.zeros(length, dtype=torch.float64, device=device)
+        self.reducer = message_reducer(comm, shared, length, device) if comm.size > 1 else None
+        self.sums = self.own_numbers if self.reducer is None else self.reducer.outbox
         self.copy = None if device.type == "cpu" else HostCopy(length, torch.float64, device)
+
+    @property
+    def reducers(self) -> list[Reducer]:
+        """Return the reducers of the numbers."""
+        return [] if self.reducer is None else [self.reducer]
 
     def clear(self) -> None:
         """Begin a step with nothing."""
-        self.mine.zero_()
+        self.own_numbers.zero_()
         self.scale = None
 
     def add(self, loss: torch.Tensor, weight: torch.Tensor | float) -> None:
@@ -75,59 +82,52 @@ class StepStatsReducer:
         Of the ranks that see the same samples only one counts them.
         """
         if self.counts:
-            self.mine[_LOSS] += loss
-            self.mine[_WEIGHT] += weight
+            self.own_numbers[_LOSS] += loss
+            self.own_numbers[_WEIGHT] += weight
         # A place per rank: the sum names the ranks. Stays on the device, as `loss` does: nobody waits here.
-        self.mine[_FIRST_RANK + self.comm.rank] += ~torch.isfinite(loss)
+        self.own_numbers[_FIRST_RANK + self.comm.rank] += ~torch.isfinite(loss)
 
     def own_weight(self) -> torch.Tensor:
         """Return the weight of this rank's micro-batches so far, a scalar."""
-        return self.mine[_WEIGHT]
+        return self.own_numbers[_WEIGHT]
 
     def begin(self, is_stopping: bool, changed: Sequence[int]) -> None:
         """Send this rank's numbers; all its forward passes are done."""
         # On a GPU neither waits for the device, as an assignment of a number or of memory that is not pinned does.
-        self.mine[_STOP].fill_(is_stopping)
+        self.own_numbers[_STOP].fill_(is_stopping)
         if any(changed):
-            write_numbers(self.mine[_FIRST_RANK + self.comm.size :], changed)
-        self.reducer.inboxes[self.reducer.turn].copy_(self.mine)
-        self.reducer.begin()
+            write_numbers(self.own_numbers[_FIRST_RANK + self.comm.size :], changed)
+        if self.reducer is not None:
+            self.reducer.inboxes[self.reducer.turn].copy_(self.own_numbers)
+            self.reducer.begin()
         if self.copy is not None:
             self.copy.begin(self._finished)
 
     def _finished(self) -> torch.Tensor:
-        self.reducer.finish(None)
-        return self.reducer.outbox
+        if self.reducer is not None:
+            self.reducer.finish(None)
+        return self.sums
 
     def finish(self) -> torch.Tensor:
         """Wait for the others, once; return the scale that makes gradients of the sum those of the mean, a scalar."""
         if self.scale is None:
-            if self.copy is None:
-                self.reducer.finish(None)
-            else:
+            if self.copy is not None:
                 self.copy.hold_device()
-            self.scale = self.reducer.outbox[_WEIGHT].reciprocal()
+            elif self.reducer is not None:
+                self.reducer.finish(None)
+            self.scale = self.sums[_WEIGHT].reciprocal()
         return self.scale
 
     def weight(self) -> torch.Tensor:
         """Wait for the others, once; return the weight of the global batch, a scalar."""
         self.finish()
-        return self.reducer.outbox[_WEIGHT]
+        return self.sums[_WEIGHT]
 
     def read(self) -> StepStats:
         """Return the numbers, after `finish`."""
-        numbers = self.reducer.outbox.tolist() if self.copy is None else self.copy.read()
-        loss, weight, stop, *rest = numbers
-        bad = rest[: self.comm.size]
-        changed = rest[self.comm.size :]
+        numbers = self.sums.tolist() if self.copy is None else self.copy.read()
+        loss, weight, stop, *flags = numbers
+        bad = flags[: self.comm.size]
+        changed = flags[self.comm.size :]
         bad_ranks = [self.comm.peers[index] for index, count in enumerate(bad) if count]
         return StepStats(loss, weight, stop > 0, bad_ranks, [round(count) for count in changed])
-
-
-def write_numbers(into: torch.Tensor, numbers: Sequence[float]) -> None:
-    """Write numbers of the host into a tensor, without waiting where that is a GPU's."""
-    if type(into) is torch.Tensor and into.device.type == "cpu":
-        into.numpy()[:] = numbers  # torch would make a tensor of them first
-        return
-    of_host = torch.tensor(numbers, dtype=into.dtype, pin_memory=into.is_cuda)
-    into.copy_(of_host, non_blocking=True)

@@ -30,7 +30,7 @@ class OutOfMemoryError(Exception):
 
     Attributes:
         event: number of the event in the recording that asked for it.
-        nbytes: its size.
+        nbytes: the size of the allocation, in bytes.
     """
 
     def __init__(self, event: int, nbytes: int) -> None:
@@ -73,12 +73,12 @@ class CachingAllocator:
     """The allocator's state.
 
     Args:
-        capacity: bytes that segments may have together; None for any number.
+        capacity: the bytes that all segments may have together; None for any number.
 
     Attributes:
-        reserved, allocated: bytes in segments, and of those in use.
-        peak_reserved, peak_allocated: their largest so far.
-        flushes: times that cached segments were given back for want of room.
+        reserved, allocated: the bytes in segments, and the bytes of them in use.
+        peak_reserved, peak_allocated: the largest `reserved` and `allocated` so far.
+        flushes: the number of times that cached segments were given back for want of room.
     """
 
     capacity: int | None = None
@@ -126,7 +126,7 @@ class CachingAllocator:
         return block
 
     def _best_fit(self, free: Sequence[tuple[Key, Block]], index: int) -> int:
-        """Return which of the free blocks to take, of those from `index` on: all that are large enough."""
+        """Return the index of the free block to take; all blocks from `index` on are large enough."""
         return index
 
     def _new_segment(self, size: int, pool: Pool, event: int) -> Block:
@@ -153,8 +153,8 @@ class CachingAllocator:
             self._add_free(self._cut(block, size))
 
     def _smallest_rest(self, pool: Pool) -> int:
-        """Return of how many bytes a rest is that is split off (torch's should_split)."""
-        # A large block keeps a rest of up to 1 MiB, which counts as allocated with it.
+        """Return the bytes of the smallest remainder that is split off (torch's should_split)."""
+        # A large block keeps a remainder of up to 1 MiB, which counts as allocated with it.
         is_small, _ = pool
         return ROUND_BYTES if is_small else SMALL_BYTES + ROUND_BYTES
 
@@ -178,22 +178,22 @@ class CachingAllocator:
 
     @staticmethod
     def _cut(block: Block, size: int) -> Block:
-        """Shorten a block to `size`, and return the rest as its neighbour; the rest is in no list."""
-        rest = Block(block.nbytes - size, block.segment, block.at + size, block.pool, block, block.after)
+        """Shorten a block to `size`, and return the remainder as its neighbour; the remainder is in no list."""
+        remainder = Block(block.nbytes - size, block.segment, block.at + size, block.pool, block, block.after)
         if block.after is not None:
-            block.after.before = rest
-        block.after = rest
+            block.after.before = remainder
+        block.after = remainder
         block.nbytes = size
-        return rest
+        return remainder
 
     @staticmethod
-    def _join(left: Block, right: Block) -> Block:
-        left.nbytes += right.nbytes
-        left.after = right.after
-        if right.after is not None:
-            right.after.before = left
-        left.is_free = False
-        return left
+    def _join(lower: Block, upper: Block) -> Block:
+        lower.nbytes += upper.nbytes
+        lower.after = upper.after
+        if upper.after is not None:
+            upper.after.before = lower
+        lower.is_free = False
+        return lower
 
     def _flush(self) -> None:
         """Give back segments that are wholly free."""
@@ -211,7 +211,7 @@ class CachingAllocator:
 
 
 def segment_bytes(size: int) -> int:
-    """Return how large a segment is made for a block of `size` rounded bytes."""
+    """Return the bytes of the segment that is made for a block of `size` rounded bytes."""
     if size <= SMALL_BYTES:
         return SMALL_SEGMENT
     if size < LARGE_BYTES:
@@ -229,11 +229,11 @@ def play(
     """Return the allocator after a recording's events: n+1 allocates block n, -(n+1) frees it.
 
     Args:
-        events: in order.
-        sizes: bytes of each block, as asked for.
-        streams: of each block.
-        capacity: bytes that the allocator may reserve; None for any number.
-        kind: of the allocator.
+        events: the allocations and frees, in the order in which they happened.
+        sizes: the bytes that were asked for, for each block.
+        streams: the stream of each block.
+        capacity: the bytes that the allocator may reserve; None for any number.
+        kind: the class of the allocator.
 
     Raises:
         OutOfMemoryError: `capacity` is not enough.

@@ -32,7 +32,7 @@ ADDRESSES = 2**60
 
 
 def page_bytes(pool: Pool) -> int:
-    """Return how large the pages of a pool's segment are."""
+    """Return the bytes of a page of a pool's segment."""
     is_small, _ = pool
     return SMALL_SEGMENT if is_small else LARGE_SEGMENT
 
@@ -42,7 +42,7 @@ class ExpandableSegments(CachingAllocator):
     """The state of an allocator with expandable segments; arguments and attributes are those of `CachingAllocator`.
 
     Attributes:
-        unmapped: of each pool the blocks of addresses without memory, by address. The last goes to the segment's end.
+        unmapped: the blocks of addresses without memory of each pool, by address. The last goes to the segment's end.
     """
 
     unmapped: dict[Pool, list[Block]] = field(default_factory=dict)
@@ -138,9 +138,9 @@ class ExpandableSegments(CachingAllocator):
         self._remove_free(block)
         block.is_free = False
         if begin > block.at:
-            left = block
-            block = self._cut(left, begin - left.at)
-            self._add_free(left)
+            head = block
+            block = self._cut(head, begin - head.at)
+            self._add_free(head)
         if end < block.at + block.nbytes:
             self._add_free(self._cut(block, end - block.at))
         block.is_mapped = False
@@ -153,11 +153,11 @@ class ExpandableSegments(CachingAllocator):
             waiting.remove(block.after)
             block = self._join(block, block.after)
         if block.before is not None or block.after is not None:  # else the segment is empty, and goes
-            bisect.insort(waiting, block, key=lambda each: each.at)
+            bisect.insort(waiting, block, key=lambda unmapped: unmapped.at)
 
 
 def _can_grow_to(block: Block) -> int:
-    """Return how many bytes a free block would have if the addresses behind it had memory."""
+    """Return the bytes that a free block would have if the addresses behind it had memory."""
     if block.after is None or block.after.is_mapped:
         return block.nbytes
     return block.nbytes + block.after.nbytes

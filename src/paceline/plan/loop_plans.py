@@ -29,20 +29,20 @@ def plans_of_loop(plan: Plan, ranks: int) -> list[Plan]:
     """Return the plans of so many ranks that can train a loop, with the options of `plan`.
 
     Args:
-        plan: that is asked for; it comes as it is where it is among them.
-        ranks: of the plans.
+        plan: the plan that is asked for; it is returned unchanged if it is one of them.
+        ranks: the number of ranks of the plans.
     """
     if ranks == 1:
         return [plan] if plan.world_size == 1 else []
     meshes = [(f"replicate={ranks}", 3), *((f"{axis}={ranks}", zero) for axis, zero in _COSTS)]
     found = []
     for mesh, zero in meshes:
-        other = dataclasses.replace(plan, mesh=mesh, zero=zero).settled()
+        variant = dataclasses.replace(plan, mesh=mesh, zero=zero).settled()
         try:
-            check_plan_of_loop(other)
+            check_plan_of_loop(variant)
         except PlanError:
             continue
-        found.append(other)
+        found.append(variant)
     return found
 
 
@@ -53,11 +53,11 @@ def changes_of_loop(plan: Plan) -> list[Change]:
     if plan.world_size == 1:
         ranks = list(_MORE_RANKS)
     for count in ranks:
-        for other in plans_of_loop(plan, count):
-            if other != plan and not other.mesh.startswith("replicate"):  # which hold as much as one process
-                (axis,) = Mesh.parse(other.mesh).used()
-                cost = _COSTS[axis, other.zero]
-                changes.append(Change(axis, f"{other.line()} as the plan", other, condition=cost))
+        for variant in plans_of_loop(plan, count):
+            if variant != plan and not variant.mesh.startswith("replicate"):  # which hold as much as one process
+                (axis,) = Mesh.parse(variant.mesh).used()
+                cost = _COSTS[axis, variant.zero]
+                changes.append(Change(axis, f"{variant.line()} as the plan", variant, condition=cost))
     return changes
 
 
@@ -75,10 +75,10 @@ def plans_table(rows: Sequence[PlanRow], asked: Plan) -> list[str]:
     title = ("plan", "peak", "parameters", "gradients", "optimizer state", "sent in a step")
     cells: list[tuple[str, ...]] = [title]
     for row in rows:
-        held = row.memory.at_peak
+        bytes_of = row.memory.at_peak
         # Gradients that are summed are in their buckets.
-        gradients = max(held.get(GRADIENTS, 0), held.get(COMMUNICATION, 0))
-        sizes = (row.memory.peak, held.get(PARAMETERS, 0), gradients, held.get(OPTIMIZER, 0), row.sent_bytes)
+        gradients = max(bytes_of.get(GRADIENTS, 0), bytes_of.get(COMMUNICATION, 0))
+        sizes = (row.memory.peak, bytes_of.get(PARAMETERS, 0), gradients, bytes_of.get(OPTIMIZER, 0), row.sent_bytes)
         mark = " (asked for)" if row.plan == asked else ""
         cells.append((f"{row.plan.line()}{mark}", *(size(nbytes) for nbytes in sizes)))
     return [line.rstrip() for line in aligned(cells, "{:<}" + "  {:>}" * (len(title) - 1))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,17 +29,17 @@ class Memory:
     """One rank's memory in a step, in bytes.
 
     Attributes:
-        rank: whose.
-        peak: largest sum of live tensors in a step after the first.
-        phase: when: forward, backward, reduce or update.
-        at_peak: by kind, what lives then.
-        between: by kind, what lives when the step begins.
-        holders: the largest at the peak.
-        reserved: bytes that torch's caching allocator takes from a GPU for it; None on CPUs.
+        rank: the rank whose memory it is.
+        peak: the largest sum of live tensors in a step after the first.
+        phase: the phase of the step in which the peak is: forward, backward, reduce or update.
+        at_peak: the bytes that live at the peak, by kind.
+        between: the bytes that live when the step begins, by kind.
+        holders: the modules and parameters that hold most at the peak.
+        reserved: the bytes that torch's caching allocator takes from a GPU for it; None on CPUs.
         is_too_large: the device's memory is not enough.
-        shared: bytes that ranks of one host share, besides.
-        host: with offload=on or checkpointing=offload, bytes that the host holds for a GPU's rank.
-        copied: with checkpointing=offload, bytes that a step copies between device and host.
+        shared: the bytes of shared memory that the ranks of one host use in addition.
+        host: with offload=on or checkpointing=offload, the bytes that the host holds for a GPU's rank.
+        copied: with checkpointing=offload, the bytes that a step copies between device and host.
     """
 
     rank: int
@@ -63,20 +63,15 @@ def memory_of(profile: Profile, capacity: int | None = None, expandable_segments
     """Return the memory of a profile.
 
     Args:
-        profile: of one rank's step.
-        capacity: bytes that the caching allocator may reserve; only for a profile of a GPU's operations.
+        profile: the profile of one rank's step.
+        capacity: the bytes that the caching allocator may reserve; only for a profile of a GPU's operations.
         expandable_segments: the caching allocator has them; a profile of a CPU's operations has no such allocator.
     """
     recording = profile.recording
-    live = 0
     peak = -1
     peak_event = -1
-    for number, event in enumerate(recording.events):
-        size = recording.blocks[abs(event) - 1].nbytes
-        live += size if event > 0 else -size
-        # Blocks of the steps before count as live, but no peak is taken there: the first step makes the optimizer's
-        # state, and is not like those that follow.
-        if number >= recording.last_step and live > peak:
+    for number, live in live_bytes(recording):
+        if live > peak:
             peak = live
             peak_event = number
     reserved, is_too_large = _reserved(profile, capacity, expandable_segments)
@@ -95,6 +90,20 @@ def memory_of(profile: Profile, capacity: int | None = None, expandable_segments
         profile.host_bytes,
         profile.copied_bytes,
     )
+
+
+def live_bytes(recording: Recording) -> Iterator[tuple[int, int]]:
+    """Yield the number of each event of the last step, and the bytes that live after it.
+
+    Blocks of the steps before count as live. The first of these steps makes the optimizer's state, and is not like
+    those that follow.
+    """
+    live = 0
+    for number, event in enumerate(recording.events):
+        nbytes = recording.blocks[abs(event) - 1].nbytes
+        live += nbytes if event > 0 else -nbytes
+        if number >= recording.last_step:
+            yield number, live
 
 
 def activations_of(recording: Recording) -> int:
@@ -119,7 +128,7 @@ def living(recording: Recording, count: int) -> list[int]:
 
 
 def phase_at(recording: Recording, event: int) -> str:
-    """Return the phase in which an event lies."""
+    """Return the phase in which an event is."""
     index = bisect.bisect_right(recording.phases, event, key=lambda phase: phase[0]) - 1
     if index < 0:
         return "start"
@@ -128,7 +137,7 @@ def phase_at(recording: Recording, event: int) -> str:
 
 
 def _reserved(profile: Profile, capacity: int | None, expandable_segments: bool) -> tuple[int | None, bool]:
-    """Return what the allocator reserves of a GPU, as if it had room; and True if `capacity` is not enough."""
+    """Return the bytes that the allocator reserves on a GPU without a limit, and True if `capacity` is not enough."""
     if profile.device == "cpu":
         return None, False
     recording = profile.recording
@@ -137,7 +146,7 @@ def _reserved(profile: Profile, capacity: int | None, expandable_segments: bool)
     kind = ExpandableSegments if expandable_segments else CachingAllocator
     try:
         return play(recording.events, sizes, streams, capacity, kind).peak_reserved, False
-    except OutOfMemoryError:  # once more without a limit: people want to know by how much it is too large
+    except OutOfMemoryError:  # once more without a limit: users want to know by how much it is too large
         return play(recording.events, sizes, streams, None, kind).peak_reserved, True
 
 

@@ -1,16 +1,17 @@
-"""Render a rank's memory for people: a table by kind, and a picture of the step."""
+"""Render a rank's memory and traffic as text: a table by kind, a picture of the step, a line of its traffic."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from paceline.nouns.device import Device
 from paceline.nouns.mesh import AXES, Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.profile import Profile
 from paceline.nouns.table import aligned
-from paceline.plan.memory import Memory, phase_at
+from paceline.plan.memory import Memory, live_bytes, phase_at
 
 WIDTH = 72  # of the picture, in characters
 HEIGHT = 8  # in lines
@@ -57,9 +58,9 @@ def servers_table(profile: Profile) -> list[str]:
     """Return a line for each parameter server, and a heading; nothing where there is none."""
     if not profile.servers:
         return []
-    rows = [("", "parameters", "optimizer state", "gradients, at most")]
-    for number, held in enumerate(profile.servers):
-        sizes = (size(held["parameters"]), size(held["optimizer_state"]), size(held["gradients"]))
+    rows: list[tuple[str, ...]] = [("", "parameters", "optimizer state", "gradients, at most")]
+    for number, server_bytes in enumerate(profile.servers):
+        sizes = [size(server_bytes[kind]) for kind in ("parameters", "optimizer_state", "gradients")]
         rows.append((f"server {number}", *sizes))
     return [*aligned(rows, "{:<10}{:>14}{:>17}{:>20}"), ""]
 
@@ -72,7 +73,8 @@ def holders(memory: Memory) -> list[str]:
 
 def picture(profile: Profile) -> list[str]:
     """Draw live memory over the last step, from the first allocation to the last; the phases below."""
-    curve = _live_curve(profile)
+    recording = profile.recording
+    curve = [(live, phase_at(recording, number)) for number, live in live_bytes(recording)]
     if not curve:
         return []
     tops = []  # of each column the most live bytes
@@ -92,19 +94,6 @@ def picture(profile: Profile) -> list[str]:
         lines.append(f"{label:>12} |" + "".join(cells))
     lines.append(f"{'':>12} |{_labels(phases)}")
     return lines
-
-
-def _live_curve(profile: Profile) -> list[tuple[int, str]]:
-    """Return live bytes and phase after each event of the last step."""
-    recording = profile.recording
-    curve = []
-    live = 0
-    for number, event in enumerate(recording.events):
-        nbytes = recording.blocks[abs(event) - 1].nbytes
-        live += nbytes if event > 0 else -nbytes
-        if number >= recording.last_step:
-            curve.append((live, phase_at(recording, number)))
-    return curve
 
 
 def _cell(share: float) -> str:
@@ -127,7 +116,19 @@ def _or_dash(nbytes: int) -> str:
 
 
 def communicators(plan: Plan) -> int:
-    """Return how many NCCL communicators a rank has: one for each axis in use, and one for all ranks if several are."""
+    """Return the number of a rank's NCCL communicators: one for each axis in use, one for all ranks if several are."""
     mesh = Mesh.parse(plan.mesh)
     axes = len([axis for axis in AXES if mesh.size(axis) > 1])
     return axes + 1 if axes > 1 else axes
+
+
+def traffic_facts(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of a ledger for programs that read a plan's facts."""
+    return {"collective": row["collective"], "axis": row["axis"], "calls": row["calls"], "payload_bytes": row["bytes"]}
+
+
+def traffic_line(row: Mapping[str, Any]) -> str:
+    """Return a row of `traffic_facts` as text."""
+    calls = "1 call" if row["calls"] == 1 else f"{row['calls']} calls"
+    mib = row["payload_bytes"] / 2**20
+    return f"{row['collective']:<15}{row['axis']:<11}{calls:>10}{mib:>12.3f} MiB a step"

@@ -11,7 +11,7 @@ from paceline.nouns.errors import PlanError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 
-WANTED = 4  # suggestions
+MOST_SUGGESTIONS = 4
 OFFLOAD = "offload"  # the kind whose cost is what it copies
 MOMENTS = "moments"  # the kind that keeps Adam's moments in fewer bits
 FREE = "micro-batch"  # the kind that costs neither devices nor computation
@@ -24,12 +24,12 @@ class Change:
     """A change to the plan or the workload that holds less memory.
 
     Args:
-        kind: ways of one kind do the same, the one more than the other.
-        text: what the user should write.
-        plan: the plan with it.
-        micro_batch_size: in place of the workload's; 0 leaves it.
-        precision: in place of the workload's; "" leaves it.
-        condition: what the device must have, or what it costs besides; "": nothing that is in doubt.
+        kind: the kind of change; two changes of one kind do the same to a different degree.
+        text: the text that the user should write.
+        plan: the plan with the change.
+        micro_batch_size: the new micro-batch size, in samples; 0: no change.
+        precision: the new precision of the workload; "": no change.
+        condition: a requirement of the device, or another cost of the change; "": neither.
     """
 
     kind: str
@@ -45,10 +45,10 @@ class Suggestion:
     """A change that makes the step fit.
 
     Attributes:
-        way: the change.
-        needed: bytes of the device, in all.
-        devices: number of additional devices.
-        flops: times those of the step as it was, over all its ranks.
+        way: the change that is suggested.
+        needed: the bytes that the step needs on the device, in all.
+        devices: the number of additional devices.
+        flops: the floating-point operations on all ranks, relative to those of the unchanged step.
     """
 
     way: Change
@@ -94,10 +94,10 @@ def ways(plan: Plan, micro_batch: int, precision: str, has_bf16: bool | None = T
     """Yield changes that hold less memory.
 
     Args:
-        plan: as it is.
-        micro_batch: samples of its micro-batches.
-        precision: the workload's.
-        has_bf16: True if the device computes in bf16; None: that is not known.
+        plan: the plan that is changed.
+        micro_batch: the number of samples in its micro-batches.
+        precision: the precision of the workload.
+        has_bf16: True if the device computes in bf16; None if that is not known.
     """
     mesh = Mesh.parse(plan.mesh)
     smaller = _smaller(micro_batch) if mesh.size("pipeline") == 1 else []
@@ -169,8 +169,8 @@ def cheapest(found: Sequence[tuple[Change, int, float]], plan: Plan, flops: floa
 
     Args:
         found: changes, with the bytes that they need and the floating-point operations of all their ranks.
-        plan: as it was.
-        flops: of all its ranks.
+        plan: the plan before the change.
+        flops: the floating-point operations of all its ranks.
     """
     suggestions = []
     for change, needed, operations in found:
@@ -179,4 +179,4 @@ def cheapest(found: Sequence[tuple[Change, int, float]], plan: Plan, flops: floa
     cheapest_of_kind: dict[str, Suggestion] = {}
     for suggestion in sorted(suggestions, key=lambda suggestion: suggestion.order):
         cheapest_of_kind.setdefault(suggestion.way.kind, suggestion)
-    return list(cheapest_of_kind.values())[:WANTED]
+    return list(cheapest_of_kind.values())[:MOST_SUGGESTIONS]

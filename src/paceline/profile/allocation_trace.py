@@ -14,21 +14,26 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from paceline.comm.fully_shard import has_parts, is_part, local
-from paceline.graph.chunked_loss import body_of
+from paceline.comm.dtensor_parts import has_parts, is_part, local
+from paceline.graph.capture_workarounds import body_of
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.patching import patched
 from paceline.nouns.profile import ACTIVATIONS, GATHERED, TEMPORARY, Block, Recording, Work
 from paceline.profile.cpu_workspace import scratch_bytes
+from paceline.torch_private.autograd import is_in_backward, next_node_number, running_node_number
+from paceline.torch_private.operations import (
+    DataDependentOutputException,
+    DisableTorchFunction,
+    TorchDispatchMode,
+    overloads_of,
+)
+from paceline.torch_private.tensors import key_of, storage_key, tree_iter
 
 aten = torch.ops.aten
 MOST_ANSWERS = 2000  # before and in forward passes; after so many, a loop waits for another answer
@@ -42,13 +47,13 @@ class Allocations(TorchDispatchMode):
 
     Attributes:
         recording: the blocks and events so far.
-        names: paths of modules.
-        phase: of the step, as the simulation sets it; backward passes are known without.
-        stream: of the GPU, whose allocator keeps a pool for each.
-        is_answering: fake tensors' values are asked for, and answered by a guess.
-        sees_scratch: memory that CPU kernels allocate inside themselves is measured and entered.
-        capacity: bytes that may live at once; None: any number.
-        is_over: more have lived.
+        names: the path of each module.
+        phase: the phase of the step, as the simulation sets it; backward passes are recognised without it.
+        stream: the number of the GPU's current stream; its allocator keeps a pool for each stream.
+        is_answering: True if a request for a fake tensor's value is answered by a guess.
+        sees_scratch: True if memory that CPU kernels allocate for themselves is measured and recorded.
+        capacity: the bytes that may live at once; None: any number.
+        is_over: True if more bytes have lived at once.
     """
 
     def __init__(self, names: dict[torch.nn.Module, str] | None = None) -> None:
@@ -76,16 +81,15 @@ class Allocations(TorchDispatchMode):
 
     # --- what is recorded
 
-    def note(self, tensor: torch.Tensor, kind: str | None = None, holder: str | None = None) -> None:
+    def record(self, tensor: torch.Tensor, kind: str | None = None, holder: str | None = None) -> None:
         """Enter a tensor's memory as a block if it is new, and what the block is and whose, once that is known."""
         tensor = local(tensor)
         is_other = getattr(tensor, "fake_mode", self.fake_mode) is not self.fake_mode  # somebody asks for shapes
         if is_other or tensor.device.type == "meta" or tensor.layout != torch.strided:
             return
-        # By storage, not by tensor: views share one, and memory is freed with the last of them. `_cdata` is the address
-        # of the C++ object, which is the same however often Python wraps it.
+        # By storage, not by tensor: views share one, and memory is freed with the last of them.
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = key_of(storage)
         size = storage.nbytes()
         if key not in self.alive:
             self._allocate(key, size)
@@ -98,31 +102,31 @@ class Allocations(TorchDispatchMode):
             block.kind = kind
             block.holder = holder or block.holder
 
-    def note_all(self, tensors: Iterable[tuple[str, torch.Tensor]], kind: str) -> None:
+    def record_all(self, tensors: Iterable[tuple[str, torch.Tensor]], kind: str) -> None:
         """Enter what these tensors are, by name; one that was named before keeps its name."""
         for name, tensor in tensors:
             if not self._is_named(tensor):
-                self.note(tensor, kind, name)
+                self.record(tensor, kind, name)
 
     def enter_module(self, path: str) -> None:
         """Count operations from here on to this module."""
         self.path.append(path)
-        self._note_place()
+        self._record_place()
 
     def leave_module(self) -> None:
         """Count operations from here on to the module that called this one."""
         self.path.pop()
-        self._note_place()
+        self._record_place()
 
-    def _note_place(self) -> None:
+    def _record_place(self) -> None:
         # Autograd gives its nodes rising numbers as they are made, so a backward node's number tells its module.
-        self.entries.append((torch.autograd._get_sequence_nr(), self.path[-1]))  # type: ignore[attr-defined]
+        self.entries.append((next_node_number(), self.path[-1]))
 
     def _is_named(self, tensor: torch.Tensor) -> bool:
         tensor = local(tensor)
         if tensor.device.type == "meta" or tensor.layout != torch.strided:
             return False
-        block = self.alive.get(tensor.untyped_storage()._cdata)
+        block = self.alive.get(storage_key(tensor))
         return block is not None and self.recording.blocks[block].kind not in (ACTIVATIONS, TEMPORARY)
 
     def _allocate(self, key: int, size: int) -> None:
@@ -188,14 +192,14 @@ class Allocations(TorchDispatchMode):
             self.recording.phases.append((len(self.recording.events), phase))
 
     def _phase_and_module(self) -> tuple[str, str]:
-        if torch._C._current_graph_task_id() == -1:  # no backward pass runs
+        if not is_in_backward():  # no backward pass runs
             return self.phase, self.path[-1]
         # The operations of a backward pass are in no module's call. A node has the sequence number of the forward
         # operation that made it; it belongs to the last module that was entered before that number.
-        node = torch._C._current_autograd_node()
-        if node is None:
+        number = running_node_number()
+        if number is None:
             return "backward", ""
-        last = (node._sequence_nr(), "\uffff")  # type: ignore[attr-defined]  # after every path of that number
+        last = (number, "\uffff")  # after every path of that number
         index = bisect.bisect_right(self.entries, last) - 1
         if index < 0:
             return "backward", ""
@@ -217,11 +221,11 @@ class Allocations(TorchDispatchMode):
             with self:
                 return body(*args, **kwargs)
         # Modes of functions have seen the call; without this they see each attribute that is read in here, too.
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             result = func(*args, **kwargs)
             for value in _tensors(result):
-                self.note(value)
-                if func._overloadpacket is aten.any:
+                self.record(value)
+                if overloads_of(func) is aten.any:
                     value.is_none = True  # type: ignore[attr-defined]  # for `_answer`: nothing is out of bounds
             if self.sees_scratch:
                 scratch = scratch_bytes(func, args, kwargs)
@@ -238,13 +242,13 @@ class Allocations(TorchDispatchMode):
         # Each input read once and each result written once.
         nbytes = sum(value.nbytes for value in [*inputs, *_tensors(result)] if value.layout == torch.strided)
         flops = 0
-        packet = func._overloadpacket
+        packet = overloads_of(func)
         count_flops = flop_registry.get(_IN_PLACE.get(packet, packet))
         if count_flops is not None:
             flops = count_flops(*args, **kwargs, out_val=result)
         shapes = "x".join(str(tuple(value.shape)) for value in inputs)
         dtype = str(inputs[0].dtype).removeprefix("torch.") if inputs else ""
-        name = f"{func._overloadpacket} {shapes} {dtype}"
+        name = f"{overloads_of(func)} {shapes} {dtype}"
         _, module = self._phase_and_module()
         for table, key in ((self.operations, name), (self.modules, module)):
             work = table.setdefault(key, Work())
@@ -257,7 +261,7 @@ class Allocations(TorchDispatchMode):
         constant = getattr(tensor, "constant", None)  # some fake tensors know theirs
         if constant is not None:
             return constant.item()
-        if self.phase == "forward" and torch._C._current_graph_task_id() == -1:
+        if self.phase == "forward" and not is_in_backward():
             self.asked[self.path[-1]] += 1
         # A loop such as `while error > limit` never ends on constant answers; the step is then measured instead.
         if self.phase in ("start", "forward"):
@@ -277,13 +281,13 @@ class Allocations(TorchDispatchMode):
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             result = original_resize(storage, size)
-            if storage._cdata in trace.alive and trace.sizes[storage._cdata] != storage.nbytes():
-                trace._resize(storage._cdata, storage.nbytes())
+            if key_of(storage) in trace.alive and trace.sizes[key_of(storage)] != storage.nbytes():
+                trace._resize(key_of(storage), storage.nbytes())
             return result
 
         def get_rng_state() -> torch.Tensor:  # checkpointing keeps one for each block; no operation makes it
             state = original_rng_state()
-            trace.note(state)
+            trace.record(state)
             return state
 
         hooks: list[Any] = [
@@ -320,7 +324,7 @@ def with_places(recorder: Allocations) -> Watch:
 
     def enter(path: str) -> None:
         recorder.path[-1] = path
-        recorder._note_place()
+        recorder._record_place()
 
     def watch(graph: torch.fx.Graph) -> None:
         current = None

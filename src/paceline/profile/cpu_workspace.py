@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
+
+from paceline.torch_private.operations import unset_fake_temporarily
+from paceline.torch_private.tensors import tree_flatten, tree_iter, tree_unflatten
 
 aten = torch.ops.aten
 TRIED = (
@@ -72,7 +73,7 @@ def _peak(func: Any, args: Any, kwargs: Any) -> int:
 
 
 def _form(leaf: Any) -> Any:
-    """Return what of an argument a kernel's memory depends on."""
+    """Return the part of an argument that decides a kernel's memory."""
     if not isinstance(leaf, torch.Tensor):
         return str(leaf)
     return tuple(leaf.shape), leaf.stride(), leaf.dtype

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 import torch.cpu
-import torch.optim.optimizer as optimizer_module  # `torch.optim` itself does not name it
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from paceline.nouns.patching import patched
 from paceline.profile.allocation_trace import Allocations
+from paceline.torch_private.autograd import backward_passes_within
+from paceline.torch_private.operations import FakeTensor
+from paceline.torch_private.optim import foreach_by_default
 
 FLASH_HEAD = 256  # the widest head that flash attention takes
 # Widened by CUDA's autocast (torch/_C autocast_mode.cpp, fp32 list) and not by the CPU's.
@@ -46,21 +47,9 @@ def as_on_gpu(device: str, recorder: Allocations) -> Iterator[None]:
         yield
         return
     widening = _Widening()
-    run_in_engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-
-    def run_backward(*arguments: Any, **named: Any) -> Any:
-        # A function runs without the mode that saw its call. What a backward pass computes again is to be widened too.
-        with widening:
-            return run_in_engine(*arguments, **named)
-
     with (
         patched(functional, scaled_dot_product_attention=attention, dropout=dropout),
-        # torch takes foreach by default only for devices of this list, and for types of the next.
-        patched(
-            optimizer_module,
-            _get_foreach_kernels_supported_devices=lambda: ["cpu"],
-            _foreach_supported_types=[torch.Tensor, torch.nn.Parameter, FakeTensor],
-        ),
+        foreach_by_default([torch.Tensor, torch.nn.Parameter, FakeTensor]),
         patched(
             torch.cpu,
             Stream=Stream,
@@ -68,13 +57,17 @@ def as_on_gpu(device: str, recorder: Allocations) -> Iterator[None]:
             current_stream=lambda device=None: Stream(recorder.stream),
         ),
         widening,
-        patched(torch.autograd, _engine_run_backward=run_backward),
+        # A function runs without the mode that saw its call. What a backward pass computes again is to be widened too.
+        backward_passes_within(widening),
     ):
         yield
 
 
-class Stream:
-    """A stream of a GPU, by its number; FSDP2 copies and communicates on streams of its own."""
+class Stream(torch.cpu.Stream):
+    """A stream of a GPU, by its number; FSDP2 copies and communicates on streams of its own.
+
+    As torch's own for CPUs it waits for nothing.
+    """
 
     count = 0
 
@@ -90,17 +83,8 @@ class Stream:
     def __hash__(self) -> int:
         return self.number
 
-    def wait_stream(self, stream: Any) -> None:
-        """Do nothing: operations run as they are called."""
-
-    def wait_event(self, event: Any) -> None:
-        """Do nothing."""
-
-    def record_event(self, event: Any = None) -> None:
-        """Do nothing."""
-
     def synchronize(self) -> None:
-        """Do nothing."""
+        """Do nothing: operations run as they are called."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Run the first steps of a loop of the user's own as one rank under a plan, and write what they hold and send.
+"""Run the first steps of a loop of the user's own as one rank under a plan, and write what its steps hold and send.
 
 Started as `python -m paceline.profile.profile_loop ...`.
 
@@ -9,6 +9,7 @@ are wanted. Nothing is saved. Standard output has one JSON object: where the pro
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -25,9 +26,8 @@ from torch.nn import functional
 import paceline
 from paceline.comm import api
 from paceline.comm.fake_process_group import fake_world
-from paceline.launch.orphans import die_with_parent
-from paceline.launch.process_exit import exit_process
-from paceline.launch.profile_workload import handed_requests
+from paceline.launch.process_exit import die_with_parent, exit_process
+from paceline.launch.simulators import answered, handed_requests
 from paceline.nouns.errors import PacelineError, WorkloadError
 from paceline.nouns.loop_plan import check_plan_of_loop
 from paceline.nouns.loop_profile import LoopProfile
@@ -46,9 +46,9 @@ from paceline.profile.loop_recorder import (
     LoopRecorder,
 )
 from paceline.profile.simulate import check_can_try, check_dense
-from paceline.rendezvous.launcher_env import LauncherPosition
+from paceline.rendezvous.launcher_env import LauncherPosition, variables_of
 from paceline.rendezvous.launchers import NAMES
-from paceline.rendezvous.rank_variables import variables_of
+from paceline.torch_private.optim import switch_off
 from paceline.train.loop_objects import sort_objects, updated_by
 from paceline.train.seed import seed_everything
 
@@ -63,17 +63,17 @@ def main() -> int:
     """
     die_with_parent()
     request = next(handed_requests())
-    path = Path(sys.argv[1], "profile-0.json")
+    folder = Path(sys.argv[1])
     program = UserProgram.of_this_process(sys.argv[2])
     program.enter(sys.argv[3:])
     answers = sys.stdout
     sys.stdout = sys.stderr  # what the user's file prints is no answer
-    try:
-        profile_loop(program, Plan.of(request["plan"], "the request"), request["rank"], request["device"]).write(path)
-        answer: dict[str, Any] = {"number": 0, "path": str(path)}
-    except PacelineError as error:
-        answer = {"number": 0, "error": {"asked": error.asked, "found": error.found, "fix": error.fix}}
-    print(json.dumps(answer), file=answers, flush=True)
+
+    def write(path: Path) -> None:
+        plan = Plan.of(request["plan"], "the request")
+        profile_loop(program, plan, request["rank"], request["device"]).write(path)
+
+    print(answered(0, folder, write), file=answers, flush=True)
     return 0
 
 
@@ -81,9 +81,9 @@ def profile_loop(program: UserProgram, plan: Plan, rank: int = 0, device: str = 
     """Run a program's loop as `rank` of a plan, and return what its steps hold and send. It changes this process.
 
     Args:
-        program: the user's.
-        plan: of the job.
-        rank: whose steps.
+        program: the user's program.
+        plan: the plan of the job.
+        rank: the rank whose steps are profiled.
         device: "cpu", or "cuda" for the memory that a GPU's allocator would take.
 
     Raises:
@@ -110,14 +110,15 @@ def profile_loop(program: UserProgram, plan: Plan, rank: int = 0, device: str = 
             _check_is_first(recorders)
             found = sort_objects(objects, whole, by_part)
             for scaler in found.scalers:
-                scaler._enabled = False  # fake gradients can't be looked at; scaling them takes no memory
+                switch_off(scaler)  # fake gradients can't be looked at; scaling them takes no memory
             recorder = LoopAllocations(loads_elsewhere=device != "cpu")
             stack.enter_context(_watching(recorder, device, plan.optimizer_states))
             job = LoneJob(found, plan.without_shared_memory(), seed, shard_frozen)
             check_dense(job.parallel.placed, plan.world_size)
             recorders.append(LoopRecorder(job, recorder))
             recorders[0].begin()
-            return job, *(job.batches_of(each) if each is found.loader else each for each in objects)
+            replaced = (job.batches_of(item) if item is found.loader else item for item in objects)
+            return job, *replaced
 
         api.init()
         seed_everything(0)
@@ -128,7 +129,7 @@ def profile_loop(program: UserProgram, plan: Plan, rank: int = 0, device: str = 
                     recorders[0].job.close(save=False)  # the last step ends with the job
             except AllStepsRecorded:
                 pass
-        if not recorders or not recorders[0].steps.traffic:
+        if not recorders or not recorders[0].steps:
             raise _no_step(program.script)
         profile = _profile(recorders[0], plan, rank, device)
         stack.close()
@@ -138,7 +139,9 @@ def profile_loop(program: UserProgram, plan: Plan, rank: int = 0, device: str = 
 def _be_rank(plan: Plan, rank: int) -> None:
     """Have this process's environment name a rank, and no GPU."""
     # It may be that of a rank of another job, or of a shell in an allocation.
-    launched = {name for choices in NAMES.values() for choice in choices for name in choice.split()}
+    launched = set()
+    for names in itertools.chain.from_iterable(NAMES.values()):
+        launched.update(names.split())
     for name in list(os.environ):
         if name.startswith("PACELINE_") or name in launched or name in _OF_ALLOCATIONS:
             del os.environ[name]
@@ -205,7 +208,7 @@ def _profile(found: LoopRecorder, plan: Plan, rank: int, device: str) -> LoopPro
     job, parallel, steps = found.job, found.parallel, found.steps
     recording = found.recorder.recording
     from_step = _from_step(found)
-    recording.last_step = steps.began[from_step]
+    recording.last_step = found.began[from_step]
     part = job.part
     profile = Profile(
         plan.line(),
@@ -216,8 +219,8 @@ def _profile(found: LoopRecorder, plan: Plan, rank: int, device: str) -> LoopPro
         recording,
         found.recorder.operations,
         found.recorder.modules,
-        steps.traffic[-1],
-        parallel.shared_bytes(plan.transport) if device == "cpu" else 0,
+        steps[-1]["traffic"],
+        found.shared_bytes(plan.transport) if device == "cpu" else 0,
         _notices(found, device),
     )
     models = [_model(model) for model in job.objects.models]
@@ -225,28 +228,24 @@ def _profile(found: LoopRecorder, plan: Plan, rank: int, device: str) -> LoopPro
     for optimizer, state_bytes in zip(job.objects.optimizers, found.states(), strict=True):
         numel = sum(parameter.numel() for parameter in updated_by(optimizer, parallel.named()).values())
         optimizers.append({"name": type(optimizer).__name__, "parameters": numel, "state_bytes": state_bytes})
-    rows = []
-    for traffic, backwards, updates in zip(steps.traffic, steps.backwards, steps.updates, strict=True):
-        rows.append({"traffic": traffic, "backwards": backwards, "updates": updates})
-    owned = [parallel.owned.loads[index] for index in range(found.shards)] if found.shards > 1 else []
-    return LoopProfile(profile, models, optimizers, rows, from_step, 0 if part is None else part.of, owned)
+    owned = [parallel.models.owned.loads[0, index] for index in range(found.shards)] if found.shards > 1 else []
+    return LoopProfile(profile, models, optimizers, steps, from_step, 0 if part is None else part.of, owned)
 
 
 def _from_step(found: LoopRecorder) -> int:
     """Return the index of the first step that found all of the optimizers' state there."""
     if found.all_updated is None:
-        return len(found.steps.traffic) - 1
-    return min(found.all_updated, len(found.steps.traffic) - 1)
+        return len(found.steps) - 1
+    return min(found.all_updated, len(found.steps) - 1)
 
 
 def _notices(found: LoopRecorder, device: str) -> list[str]:
-    steps = len(found.steps.traffic)
-    taken = "step" if steps == 1 else f"{steps} steps"
-    notices = [f"the loop's first {taken} ran on real tensors on the CPU, as one rank whose peers are not there"]
+    steps = len(found.steps)
+    first_steps = "step" if steps == 1 else f"{steps} steps"
+    notices = [f"the loop's first {first_steps} ran on real tensors on the CPU, as one rank whose peers are not there"]
     if found.all_updated is None:
-        counts = zip(*found.steps.updates, strict=True)
-        missing = [type(each).__name__ for each, count in zip(found.optimizers, counts, strict=True) if not any(count)]
-        notices.append(f"{', '.join(missing)} made no update there: its state is in no number here")
+        missing = ", ".join(type(optimizer).__name__ for optimizer in found.missing())
+        notices.append(f"{missing} made no update there: its state is in no number here")
     elif steps <= found.all_updated:
         notices.append("the loop ended with the step in which optimizers make their state: later steps are not in this")
     if any(type(module).__name__ == "OptimizedModule" for module in found.parallel.model.modules()):
@@ -260,9 +259,9 @@ def _model(model: torch.nn.Module) -> dict[str, Any]:
     parameters = list(model.parameters())
     return {
         "name": type(model).__name__,
-        "parameters": sum(each.numel() for each in parameters),
-        "parameter_bytes": sum(each.numel() * each.dtype.itemsize for each in parameters),
-        "trained": sum(each.numel() for each in parameters if each.requires_grad),
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "parameter_bytes": sum(parameter.numel() * parameter.dtype.itemsize for parameter in parameters),
+        "trained": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         "buffer_bytes": sum(buffer.nbytes for buffer in model.buffers()),
     }
 

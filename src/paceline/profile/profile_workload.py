@@ -1,4 +1,4 @@
-"""Simulate a workload's step under several plans and write the profiles.
+"""Describe a workload's model, simulate its step under several plans, and write what was found.
 
 Started as `python -m paceline.profile.profile_workload ...`.
 
@@ -13,14 +13,14 @@ import json
 import os
 import sys
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from paceline.launch.orphans import die_with_parent
-from paceline.launch.process_exit import exit_process
-from paceline.launch.profile_workload import handed_requests
+from paceline.launch.process_exit import die_with_parent, exit_process
+from paceline.launch.simulators import STEP, TRAFFIC, answered, handed_requests
 from paceline.nouns.errors import PacelineError, WorkloadError
 from paceline.nouns.own_errors import own_error, own_line
 from paceline.nouns.plan import Plan
@@ -32,7 +32,7 @@ from paceline.train.find_workload import find_workload
 def main() -> int:
     """Answer the requests.
 
-    Arguments: the folder for profiles, and then the user's file and arguments.
+    Arguments: the folder for answers, and then the user's file and arguments.
     """
     die_with_parent()
     requests = handed_requests()
@@ -46,40 +46,52 @@ def main() -> int:
         workload = find_workload(program)
     except PacelineError as error:
         refused = error
+
+    def write(request: dict[str, Any], path: Path) -> None:
+        if refused is not None:
+            raise refused
+        _write(workload, request, path)
+
     for request in requests:
-        number = request["number"]
         ranks = Plan.of(request["plan"], "the request").world_size
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))  # as `paceline run` shares them out
-        answer = _failed(number, refused) if refused else _answer(number, workload, request, folder)
-        print(json.dumps(answer), file=answers, flush=True)
+        print(answered(request["number"], folder, partial(write, request)), file=answers, flush=True)
     return 0
 
 
-def _answer(number: int, workload: Workload, request: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Simulate a step and write its profile; return the JSON object of the line to print."""
+def _write(workload: Workload, request: dict[str, Any], path: Path) -> None:
+    """Write the answer to a request.
+
+    Raises:
+        PacelineError: there is none.
+    """
+    from paceline.profile.describe import describe, stages_traffic
     from paceline.profile.simulate import simulate
 
+    is_step = request["what"] == STEP
     try:
         changes = {name: request[name] for name in ("micro_batch_size", "precision") if request.get(name)}
         workload = dataclasses.replace(workload, **changes)
         plan = Plan.of(request["plan"], "the request")
-        profile = simulate(workload, plan, request["rank"], request["device"], request["is_brief"], request["capacity"])
-    except PacelineError as error:
-        return _failed(number, error)
+        if is_step:
+            rank, device = request["rank"], request["device"]
+            simulate(workload, plan, rank, device, request["is_brief"], request["capacity"]).write(path)
+            return
+        model = describe(workload, plan)
+        if request["what"] == TRAFFIC:
+            model["traffic"] = stages_traffic(workload, plan, model)
+        path.write_text(json.dumps(model))
+    except PacelineError:
+        raise
     except Exception as error:  # of the user's code, mostly; the next request may do without it
         if line := own_line(error):
-            return _failed(number, own_error(line, "".join(traceback.format_exception_only(error)).strip()))
+            raise own_error(line, "".join(traceback.format_exception_only(error)).strip()) from error
         first_line = str(error).splitlines()[0] if str(error) else "nothing more"
         asked = f"can't simulate a step of {sys.argv[0]} under {request['plan']['mesh']}"
+        if not is_step:
+            asked = f"can't load {sys.argv[0]}"
         found = f"it raised {type(error).__name__}: {first_line}"
-        return _failed(number, WorkloadError(asked, found, "run it alone with python first"))
-    path = folder / f"profile-{number}.json"
-    profile.write(path)
-    return {"number": number, "path": str(path)}
-
-
-def _failed(number: int, error: PacelineError) -> dict[str, Any]:
-    return {"number": number, "error": {"asked": error.asked, "found": error.found, "fix": error.fix}}
+        raise WorkloadError(asked, found, "run it alone with python first") from error
 
 
 if __name__ == "__main__":

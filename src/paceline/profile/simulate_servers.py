@@ -9,16 +9,16 @@ from typing import Any, cast
 import torch
 
 from paceline.nouns.profile import COMMUNICATION
-from paceline.parallel.apply import Parallel
-from paceline.parallel.server import ServerParallel
+from paceline.parallel.engine.declared import DeclaredEngine
+from paceline.parallel.server import ServerEngine
 from paceline.profile.allocation_trace import Allocations
 from paceline.server.handle import Handle
-from paceline.server.layout import AVERAGE, Segment
 from paceline.server.link import Answer, Link
 from paceline.server.optimizers import implementation_of, settings_of
 from paceline.server.protocol.messages import Update
+from paceline.server.range_tensors import FlatTensor, Segments
+from paceline.server.server_layout import AVERAGE, Segment
 from paceline.server.settings import JobSettings
-from paceline.server.tensors import FlatTensor, Segments
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class AbsentServers(Handle):
         self.is_on_host = recorder is None
         if recorder is not None:
             buffers = [flat.memory for flat in (*gradients, *values)] + link.spare
-            recorder.note_all((("the servers' connection", buffer) for buffer in buffers), COMMUNICATION)
+            recorder.record_all((("the servers' connection", buffer) for buffer in buffers), COMMUNICATION)
         self.link = cast(Link, link)
 
     def step(self, sent: Sequence[torch.Tensor | None], loss: float, weight: float, flags: int = 0) -> Answer:
@@ -64,7 +64,7 @@ class AbsentServers(Handle):
 
 
 def join_absent_servers(
-    parallel: Parallel, optimizer: torch.optim.Optimizer, samples: int, recorder: Allocations | None
+    parallel: DeclaredEngine, optimizer: torch.optim.Optimizer, samples: int, recorder: Allocations | None
 ) -> list[dict[str, int]]:
     """Let a worker step as if its servers had answered; return what each server would hold.
 
@@ -73,7 +73,7 @@ def join_absent_servers(
     Raises:
         PlanError: the servers can't run the optimizer.
     """
-    if not isinstance(parallel, ServerParallel):
+    if not isinstance(parallel, ServerEngine):
         return []
     handle = AbsentServers(parallel.model, optimizer, samples)
     handle.join_nobody(parallel.plan.server, recorder)
@@ -81,7 +81,7 @@ def join_absent_servers(
     return servers_memory(parallel, parallel.workload.deterministic)
 
 
-def servers_memory(parallel: ServerParallel, is_deterministic: bool) -> list[dict[str, int]]:
+def servers_memory(parallel: ServerEngine, is_deterministic: bool) -> list[dict[str, int]]:
     """Compute what each server holds: its own range of parameters, and those that it is a replica of.
 
     Returns:
@@ -100,16 +100,16 @@ def servers_memory(parallel: ServerParallel, is_deterministic: bool) -> list[dic
         sizes.append((sum(segment.nbytes for segment in segments), _state_bytes(store)))
     servers = []
     for server in range(settings.servers):
-        held = {"parameters": 0, "optimizer_state": 0, "gradients": 0}
+        nbytes = {"parameters": 0, "optimizer_state": 0, "gradients": 0}
         for distance in range(settings.replicas):
             number = (server - distance) % settings.servers  # a range's replicas are on the servers after it, round
             if number < len(sizes):  # a small model has fewer ranges than servers
                 parameter_bytes, state_bytes = sizes[number]
-                held["parameters"] += parameter_bytes
-                held["optimizer_state"] += state_bytes
+                nbytes["parameters"] += parameter_bytes
+                nbytes["optimizer_state"] += state_bytes
         if server < len(sizes):
-            held["gradients"] = sizes[server][0] * settings.workers
-        servers.append(held)
+            nbytes["gradients"] = sizes[server][0] * settings.workers
+        servers.append(nbytes)
     return servers
 
 

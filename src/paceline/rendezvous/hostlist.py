@@ -49,7 +49,7 @@ def hosts_of(text: str, name: str = "SLURM_STEP_NODELIST") -> list[str]:
 
 
 def tasks_per_host(text: str, name: str = "SLURM_STEP_TASKS_PER_NODE") -> list[int]:
-    """Return how many tasks each host of a step has, in the order of the node list.
+    """Return the number of tasks of each host of a step, in the order of the node list.
 
     Args:
         text: such as `4(x2),3`.
@@ -130,7 +130,7 @@ def _ranges(inside: str, text: str, name: str) -> list[tuple[int, int, int]]:
 
 
 def _size_of_item(parts: list[_Part]) -> tuple[int, int]:
-    """Return how many hosts an item stands for, and the characters of the longest name."""
+    """Return the number of hosts of an item, and the length of the longest name."""
     hosts = 1
     longest = 0
     for part in parts:
@@ -141,7 +141,7 @@ def _size_of_item(parts: list[_Part]) -> tuple[int, int]:
 
 
 def _size_of_part(part: _Part) -> tuple[int, int]:
-    """Return how many texts a part stands for, and the characters of the longest."""
+    """Return the number of texts of a part, and the length of the longest."""
     if isinstance(part, str):
         return 1, len(part)
     count = 0

@@ -7,6 +7,8 @@ import sys
 
 from paceline.nouns.errors import UsageError
 
+LOOPBACK = "127.0.0.1"
+
 # All ranks of a job may connect at once.
 BACKLOG = 2048  # connections to a store that may wait
 CAN_SHARE = sys.platform.startswith("linux")  # a reserved port, with its reservation

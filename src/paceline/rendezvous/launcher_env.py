@@ -19,8 +19,18 @@ from paceline.rendezvous.nodes import NodeInfo, find_node
 from paceline.rendezvous.store_address import MASTER, computed_master, given_master, meeting_file
 from paceline.rendezvous.variables import without_empty
 
-__all__ = ["LauncherPosition", "NodeInfo", "find_node", "find_position", "meeting_file"]
+__all__ = [
+    "PROCESS",
+    "LauncherPosition",
+    "NodeInfo",
+    "find_node",
+    "find_position",
+    "joined_address",
+    "meeting_file",
+    "variables_of",
+]
 ALONE = "alone"
+PROCESS = "PACELINE_RANK_PROCESS"  # the rank's process id
 _OWN_MEETING = ("PACELINE_RENDEZVOUS", "PACELINE_MASTER")
 # Of MPI: their daemons may be tasks of a Slurm step, whose variables the ranks inherit.
 _MPI = (launchers.OPEN_MPI, launchers.MVAPICH, launchers.PMI)
@@ -34,7 +44,7 @@ class LauncherPosition:
         rank, size: this process among all ranks.
         local_rank, local_size: among those of its host.
         cross_rank, cross_size: its host among the hosts.
-        source: the launcher, or "alone".
+        source: the launcher's name; for a process without a launcher, a fixed word.
         origins: by field, the variable that says it, such as `RANK=3`, or how it was computed. The fields are
             the six above, `meeting` and `interface`.
         file: a file to meet at, on one host; its folder may have to be made.
@@ -71,7 +81,7 @@ def find_position(environment: Mapping[str, str]) -> LauncherPosition:
     interface = environment.get("PACELINE_INTERFACE")
     launched_by = read_launchers(environment)
     complete = [launcher for launcher in launched_by if launcher.names_rank]
-    # No launcher names a rank of so many. Variables that say less can't be used alone, nor left aside without a word.
+    # No launcher names a rank of so many. Variables that say less can't be used by themselves, nor left out silently.
     if not complete:
         if launched_by:
             raise _incomplete(launched_by[0])
@@ -200,10 +210,10 @@ def _completed(agreeing: list[LauncherVariables]) -> tuple[dict[str, int], dict[
     is_cross_possible = values["cross_rank"] < values["cross_size"]
     if not is_local_possible or not is_cross_possible:
         sources = dict.fromkeys(launcher.source for launcher in agreeing)
-        given = dict.fromkeys(origins[name] for name in FIELDS if "=" in origins[name])
+        texts = dict.fromkeys(origins[name] for name in FIELDS if "=" in origins[name])
         raise UsageError(
             f"the variables of {' and '.join(sources)} should name one process",
-            f"together they contradict each other: {', '.join(given)}",
+            f"together they contradict each other: {', '.join(texts)}",
             "leave them to the launcher: unset those that you set",
         )
     return values, origins
@@ -265,13 +275,13 @@ def _with_meeting(position: LauncherPosition, outermost: str, environment: Mappi
     """Add to the position where its ranks meet.
 
     Args:
-        position: by the inner launcher.
+        position: the numbers of the inner launcher.
         outermost: the launcher that started all ranks.
-        environment: the variables.
+        environment: the environment's variables.
     """
     file, master, origin = _meeting(position, outermost, environment)
     origins = {**position.origins, "meeting": origin}
-    # Also where a rank of torchrun's gives its place in Paceline's own variables: see rendezvous/rank_variables.py.
+    # Also where a rank of torchrun's gives its place in Paceline's own variables: see `variables_of`.
     is_under_torchrun = launchers.TORCHRUN in (position.source, outermost)
     is_torchs = is_under_torchrun and origin.startswith(MASTER[0])
     return replace(position, origins=origins, file=file, master=master, has_own_store=is_torchs)
@@ -285,13 +295,13 @@ def _meeting(
     if position.size == 1:
         return None, None, "not needed by one rank"
     if source == launchers.PACELINE:
-        given = [f"{name}={environment[name]}" for name in _OWN_MEETING if name in environment]
-        if len(given) == 2:
+        settings = [f"{name}={environment[name]}" for name in _OWN_MEETING if name in environment]
+        if len(settings) == 2:
             raise UsageError(
-                "the ranks should meet at one place", f"there are two: {' and '.join(given)}", "unset one of them"
+                "the ranks should meet at one place", f"there are two: {' and '.join(settings)}", "unset one of them"
             )
         if "PACELINE_RENDEZVOUS" in environment:
-            return environment["PACELINE_RENDEZVOUS"], None, given[0]
+            return environment["PACELINE_RENDEZVOUS"], None, settings[0]
     # An address that is given counts before any that is computed, also on one host.
     given_by_variables = given_master(source, environment)
     if given_by_variables is not None:
@@ -341,3 +351,26 @@ def _check_promises(environment: Mapping[str, str]) -> None:
             "this process is a world of one: no variable of a launcher gives it a rank",
             fix,
         )
+
+
+def variables_of(position: LauncherPosition) -> dict[str, str]:
+    """Return Paceline's own variables for a rank's place, and for the store, unless it is torchrun's."""
+    numbers = {
+        "PACELINE_RANK": position.rank,
+        "PACELINE_WORLD_SIZE": position.size,
+        "PACELINE_LOCAL_RANK": position.local_rank,
+        "PACELINE_LOCAL_SIZE": position.local_size,
+        "PACELINE_CROSS_RANK": position.cross_rank,
+        "PACELINE_CROSS_SIZE": position.cross_size,
+    }
+    variables = {name: str(number) for name, number in numbers.items()}
+    if position.file is not None:
+        variables["PACELINE_RENDEZVOUS"] = position.file
+    elif position.master is not None and not position.has_own_store:
+        variables["PACELINE_MASTER"] = joined_address(*position.master)
+    return variables
+
+
+def joined_address(host: str, port: int) -> str:
+    """Return HOST:PORT; an IPv6 address stands in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -59,8 +59,8 @@ class LauncherVariables:
     """The numbers that one launcher gives this process.
 
     Args:
-        source: the launcher.
-        values: number by field, of those that it says.
+        source: the launcher's name.
+        values: the number of each field that the launcher sets.
         origins: the same fields, each with the variable and its text, such as `RANK=3`.
         names: its variables that are set, for who is to unset them.
     """
@@ -112,9 +112,9 @@ def _read(environment: Mapping[str, str], source: str, names_of_fields: tuple[st
     """Return the numbers in one launcher's variables; None if none of them is set.
 
     Args:
-        environment: the variables.
-        source: the launcher.
-        names_of_fields: as in NAMES.
+        environment: the environment's variables.
+        source: the launcher's name.
+        names_of_fields: the names of the launcher's variables, as in NAMES.
     """
     values: dict[str, int] = {}
     origins: dict[str, str] = {}
@@ -162,7 +162,7 @@ def _are_sizes_possible(variables: LauncherVariables) -> bool:
 
 
 def _numbers_of(variables: LauncherVariables) -> str:
-    """Return what a launcher says, without its name."""
+    """Return the numbers that a launcher gives, without its name."""
     return str(variables).split(" says ", 1)[1]
 
 
@@ -222,7 +222,7 @@ def _is_no_step(environment: Mapping[str, str]) -> bool:
 
 
 def _read_slurm(environment: Mapping[str, str]) -> LauncherVariables | None:
-    """Return what Slurm says of a step's task; None outside of a step, where SLURM_PROCID=0 is the script itself."""
+    """Return the numbers of Slurm's task; None outside of a step, where SLURM_PROCID=0 is the script itself."""
     if "SLURM_STEP_ID" not in environment or _is_no_step(environment):
         return None
     # Raises where it is no number: the port to meet at is computed from it.
@@ -240,9 +240,9 @@ def _read_slurm(environment: Mapping[str, str]) -> LauncherVariables | None:
 def _slurm_name(name: str, environment: Mapping[str, str]) -> str:
     """Return the variable that is set in place of `name`, or `name` itself."""
     if name not in environment:
-        for other in _SLURM_ELSE.get(name, ()):
-            if other in environment:
-                return other
+        for alternative in _SLURM_ELSE.get(name, ()):
+            if alternative in environment:
+                return alternative
     return name
 
 

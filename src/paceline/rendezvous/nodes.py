@@ -102,7 +102,7 @@ def _nodes(text: str) -> int:
 
 
 def _ranks_per_node(text: str | None) -> tuple[int, str]:
-    """Return how many ranks to start on this host, 0 for as many as it has devices, and what says so."""
+    """Return the number of ranks to start on this host, 0 for as many as it has devices, and its origin."""
     if text is None:
         return 0, "default"
     if text in _COUNTED:
@@ -139,16 +139,16 @@ def _node_rank(environment: Mapping[str, str], nodes: int) -> tuple[int, str]:
 
 
 def _master(environment: Mapping[str, str], nodes: int) -> tuple[tuple[str, int] | None, str]:
-    """Return where rank 0's store is, and what says so.
+    """Return the address of rank 0's store, and its origin.
 
     Raises:
         UsageError: two places are named, or none and there are several hosts.
     """
-    given = _given_masters(environment)
-    if given:
-        origin, master = given[0]
-        for other_origin, other in given[1:]:
-            if other != master:
+    masters = _given_masters(environment)
+    if masters:
+        origin, master = masters[0]
+        for other_origin, other_master in masters[1:]:
+            if other_master != master:
                 raise UsageError(
                     "all variables should name one place to meet", f"{origin}, and {other_origin}", "unset one of them"
                 )
@@ -171,22 +171,22 @@ def _master(environment: Mapping[str, str], nodes: int) -> tuple[tuple[str, int]
 
 def _given_masters(environment: Mapping[str, str]) -> list[tuple[str, tuple[str, int]]]:
     """Return every place to meet that is given, each after the variables that give it."""
-    given: list[tuple[str, tuple[str, int]]] = []
+    masters: list[tuple[str, tuple[str, int]]] = []
     if "PET_MASTER_ADDR" in environment:
-        given.append(_pet_master(environment))
+        masters.append(_pet_master(environment))
     names = ("MASTER_ADDR", "MASTER_PORT")
     master = address(environment, names, "the environment")
     if master is not None:
         origin = " ".join(f"{name}={environment[name]}" for name in names)
-        given.append((origin, master))
-    if not given and "PET_RDZV_ENDPOINT" in environment:  # beside a master it is a second port, and not ours
+        masters.append((origin, master))
+    if not masters and "PET_RDZV_ENDPOINT" in environment:  # beside a master it is a second port, and not ours
         text = environment["PET_RDZV_ENDPOINT"]
         # Colons of an IPv6 address are inside its brackets; only what follows can be a port.
         after_ipv6 = text.rpartition("]")[2]
         if ":" not in after_ipv6:
             text = f"{text}:{_RENDEZVOUS_PORT}"
-        given.append((f"PET_RDZV_ENDPOINT={text}", host_and_port(text, "PET_RDZV_ENDPOINT", PET)))
-    return given
+        masters.append((f"PET_RDZV_ENDPOINT={text}", host_and_port(text, "PET_RDZV_ENDPOINT", PET)))
+    return masters
 
 
 def _pet_master(environment: Mapping[str, str]) -> tuple[str, tuple[str, int]]:

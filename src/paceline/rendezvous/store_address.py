@@ -40,7 +40,7 @@ _MOST_CHARACTERS = 200  # of a file's name, which may have 255 on Linux
 
 
 def meeting_file(source: str, environment: Mapping[str, str]) -> str:
-    """Return the file where the ranks of one host meet, in a folder for this user alone, which the caller makes.
+    """Return the file where the ranks of one host meet, in a folder for only this user, which the caller makes.
 
     Raises:
         UsageError: nothing tells this start of `source` from another one.
@@ -89,9 +89,9 @@ def computed_master(source: str, hosts: int, environment: Mapping[str, str]) -> 
     """Return HOST and PORT of rank 0's store, on one of several hosts of the scheduler's list, and their origin.
 
     Args:
-        source: the launcher.
-        hosts: how many hosts the ranks are on.
-        environment: the variables; LSF's may name a file of hosts, which is read.
+        source: the launcher's name.
+        hosts: the number of hosts that the ranks are on.
+        environment: the environment's variables; LSF's may name a file of hosts, which is read.
 
     Raises:
         UsageError: the launcher names no hosts, or not as many.

@@ -2,6 +2,7 @@
 
 runs/JOB/plan.json  job.json  events.jsonl  failures/RANK.json  stalls/RANK.json  ended/RANK  checkpoints/step-N/
          result.json  times/RANK.jsonl  output.log  asked/ID/RANK.json  owner.json  owner.lock
+         horovod/committed.safetensors
 
 A job takes the folder before it writes anything there (checkpoint/owner.py). plan.json and job.json are written before
 the ranks start, and result.json after they have ended; the rest is written by the ranks and the processes above them.
@@ -23,25 +24,26 @@ from paceline.checkpoint.owner import Ownership, take, unwritable
 from paceline.nouns.errors import MEETS_NOT, CheckpointError, ReadError, UsageError, how_to_write
 from paceline.nouns.names import check_name, job_name_of
 from paceline.nouns.plan import Plan
-from paceline.nouns.reading import read_json, shown
+from paceline.nouns.reading import read_json, shown, write_whole
 
 # Of the run directory, in job.json; runs of Paceline before version 1 have none there. docs/formats.md has what is
 # promised. It changes when an older Paceline could not go on with the run.
 VERSION = 1
 _NONE = "resume another run with --job, or train anew: start under another --job, without --resume"
-SERVERS = "servers.json"  # of a job with parameter servers: where their coordinator is
+SERVERS = "servers.json"  # the file with the address of the parameter servers' coordinator
+COMMITTED = "horovod/committed.safetensors"  # the file with the last commit of Horovod's elastic state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunChoice:
-    """The run directory that somebody asks for.
+    """The run directory that the user asks for.
 
     Args:
-        runs: where runs are kept.
-        job: the run's name; None: the file's name and the time.
-        resume: go on with a run.
-        resume_or_start: go on with the run `job`, or start it.
-        naming: what names a run directory, for errors.
+        runs: the folder that has the run directories.
+        job: the run's name; None: the name is made of the file's name and the time.
+        resume: True to go on with an existing run.
+        resume_or_start: True to go on with the run `job` if there is one, and else to start it.
+        naming: the flag or argument that names a run directory, for errors.
 
     Raises:
         UsageError: the name or the path can't be used.
@@ -58,17 +60,17 @@ class RunChoice:
         if self.job is None:
             return
         check_name("run", self.job)
-        if not self.folder.is_dir():  # what an earlier Paceline has made may have another name
+        if not self.folder.is_dir():  # an earlier Paceline may have made it under another name
             check_name("job", self.job)
 
     @property
     def must_go_on(self) -> bool:
-        """True if a run that there is goes on."""
+        """Return True if an existing run goes on."""
         return self.resume or self.resume_or_start
 
     @property
     def folder(self) -> Path:
-        """The run directory of a job that has a name."""
+        """Return the run directory of a job that has a name."""
         assert self.job is not None, "a job without a name has no folder yet"
         return self.runs / self.job
 
@@ -83,11 +85,11 @@ def choose_run(
     """Make or find the run directory and take it, and return it with the checkpoint to go on from.
 
     Args:
-        choice: what somebody asks for.
-        script: the workload file.
-        report: told what people should know.
-        copy_to: where checkpoints are copied to; a run goes on from the newest there, if that is newer.
-        launch: what the job's ranks have in common, where another launcher started them.
+        choice: the run directory that the user asks for.
+        script: the path of the workload file.
+        report: a function that is called with each message to the user.
+        copy_to: the URL to which checkpoints are copied; a run goes on from the newest there, if that is newer.
+        launch: a text that the job's ranks have in common, where another launcher started them; else "".
 
     Raises:
         UsageError: there is no such run, a new one can't be made, or a living job has it.
@@ -104,7 +106,7 @@ def choose_run(
     else:
         folder = choice.folder
     check_version(folder)
-    owned = own(choice, folder, report, launch)
+    owned = take_folder(choice, folder, report, launch)
     try:
         if copy_to:
             fetch_copies(choice, script, report, copy_to)
@@ -115,7 +117,7 @@ def choose_run(
     return owned, resume
 
 
-def own(choice: RunChoice, folder: Path, report: Callable[[str], None], launch: str = "") -> Ownership:
+def take_folder(choice: RunChoice, folder: Path, report: Callable[[str], None], launch: str = "") -> Ownership:
     """Take the run directory `folder` for a job: see `checkpoint/owner.py`.
 
     Raises:
@@ -190,7 +192,7 @@ def new_run(choice: RunChoice, script: Path, report: Callable[[str], None], laun
         number += 1
         folder = choice.runs / f"{name}-{number}"
     _check_is_new(folder)  # before anything is written there
-    owned = own(choice, folder, report, launch)
+    owned = take_folder(choice, folder, report, launch)
     try:
         _check_is_new(folder)  # it may have become a run, and ended, since
         check_writable(folder)
@@ -201,7 +203,7 @@ def new_run(choice: RunChoice, script: Path, report: Callable[[str], None], laun
 
 
 def _is_made(folder: Path) -> bool:
-    """Make a folder; False if there is one. Of several processes that try, one alone makes it."""
+    """Make a folder; False if there is one. Of several processes that try, only one makes it."""
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
@@ -226,11 +228,11 @@ def check_writable(folder: Path) -> None:
     Raises:
         UsageError: one can't be written.
     """
-    for inside in (folder, folder / CHECKPOINTS, folder / "failures"):
+    for subfolder in (folder, folder / CHECKPOINTS, folder / "failures"):
         try:
-            try_writing(inside, "start")
+            try_writing(subfolder, "start")
         except OSError as error:
-            raise unwritable(inside, error) from None
+            raise unwritable(subfolder, error) from None
 
 
 def remove_unbegun(folder: Path) -> None:
@@ -315,7 +317,7 @@ def publish_last_left(folder: Path) -> Path | None:
 
 
 def write_start(folder: Path, plan: Plan, script: Path, arguments: Sequence[str]) -> None:
-    """Write what was decided, and clear the failures of an earlier attempt.
+    """Write the plan and the job's facts, and clear the failures of an earlier attempt.
 
     Raises:
         UsageError: the folder can't be written, or a later Paceline made it.
@@ -341,11 +343,5 @@ def _write_start(folder: Path, plan: Plan, script: Path, arguments: Sequence[str
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON object, readable, at once: somebody may be reading what was there."""
-    draft = path.with_name(f".{path.name}.draft")
-    try:
-        draft.write_text(json.dumps(content, indent=1) + "\n")
-        draft.replace(path)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
+    """Write a JSON object, readable, at once: another process may be reading the file."""
+    write_whole(path, json.dumps(content, indent=1) + "\n")

@@ -16,25 +16,25 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.owner import SILENT_S
-from paceline.launch.command import STOPPED_CODE
+from paceline.launch.rank_command import STOPPED_CODE
 from paceline.nouns.errors import ReadError
 from paceline.nouns.reading import parse_whole, read_text, regular
 from paceline.run.failures import first_cause, left_early, never_ended, read_failures, silent_death
 
-FOLDER = "ended"  # in the run directory
+FOLDER = "ended"  # the folder's name in the run directory
 # Seconds.
 _LOOK_S = 1.0  # what one look counts at most: this process, or its whole allocation, may have been suspended
 _WIDTH = 4  # characters of a status: "-64" to "256"
 _MOST = 256
-_MOST_BYTES = 100  # of a file
+_MOST_BYTES = 100  # the largest number of bytes that are read of a file
 
 
 class Ends:
     """The files of one job's ranks.
 
     Args:
-        run_dir: of the job; all ranks see the same.
-        size: number of ranks.
+        run_dir: the job's run directory; all ranks see the same.
+        size: the number of ranks.
     """
 
     def __init__(self, run_dir: Path, size: int) -> None:
@@ -44,7 +44,7 @@ class Ends:
         self._looked_s = time.monotonic()
 
     def begin(self, rank: int) -> bool:
-        """Record that the rank starts: what an earlier attempt left counts no longer. False: it can't be written."""
+        """Record that the rank starts, in place of an earlier attempt's record. Return False if it can't be written."""
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)  # rank 0 may not have made the run directory yet
             self._put(rank, "")
@@ -57,7 +57,7 @@ class Ends:
             os.utime(self.folder / str(rank))
 
     def write(self, rank: int, status: int) -> None:
-        """Record that the rank has ended, with an exit code, or LEFT, or below 0 the signal."""
+        """Record that the rank has ended, with an exit code, or EXITED_EARLY, or below 0 the signal."""
         with contextlib.suppress(OSError):
             self._put(rank, str(status))
 
@@ -106,11 +106,11 @@ class Ends:
                 return os.fstat(file.fileno()).st_mtime_ns
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except OSError:  # of a file system that may come back
+        except OSError:  # the file system may come back
             return -1
 
     def clear(self) -> None:
-        """Remove them; the result has been written."""
+        """Remove the files; the result has been written."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -118,10 +118,10 @@ def first_of(run_dir: Path, ended: Mapping[int, int], size: int, last: Mapping[s
     """Return the failure that a job's end follows from.
 
     Args:
-        run_dir: of the job, with what the ranks wrote down.
-        ended: by rank, how those ended that are known to have.
-        size: number of ranks.
-        last: the last step's record; None: there was none.
+        run_dir: the run directory of the job, with what the ranks wrote down.
+        ended: the status of each rank that is known to have ended, by rank.
+        size: the number of ranks.
+        last: the record of the last step; None: there was no step.
     """
     failures = read_failures(run_dir)
     # A rank without a file of its own gets the latest time: when it died is not known, so who wrote comes first.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.manifest import try_writing
-from paceline.launch.command import STALLED_CODE
+from paceline.launch.rank_command import STALLED_CODE
 from paceline.nouns.errors import PacelineError, ReadError
 from paceline.nouns.reading import COUNT, Whole, parse_json, parse_whole, read_json
 
@@ -41,18 +41,18 @@ def signal_name(number: int) -> str:
 
 _FOUND = "  found: "  # how the second line of an error of ours begins
 STALLED = "Stalled"  # the type of a failure for want of progress
-LEFT = 256  # a status beside the exit codes: the process ended with 0 in the middle of its file, by os._exit(0)
+EXITED_EARLY = 256  # a status beside the exit codes: the process ended with 0 in the middle of its file, by os._exit(0)
 
 
 def silent_death(rank: int, status: int, at: float, who: str = "", run_dir: Path | None = None) -> dict[str, Any]:
     """Return the failure of a rank whose process ended without a word.
 
     Args:
-        rank: which.
-        status: its exit code, or LEFT; below 0 the signal that ended it.
-        at: when the supervisor heard of it, seconds since the epoch.
-        who: its name in the message; "": rank N.
-        run_dir: where it would have written down an error; None: it is known that it had none.
+        rank: the number of the rank.
+        status: the exit code, or EXITED_EARLY; below 0 the signal that ended the process.
+        at: the time when the supervisor heard of it, in seconds since the epoch.
+        who: the name of the process in the message; "": rank N.
+        run_dir: the run directory where it would have written down an error; None: it is known that it had none.
     """
     who = who or f"rank {rank}"
     if status < 0:
@@ -62,7 +62,7 @@ def silent_death(rank: int, status: int, at: float, who: str = "", run_dir: Path
             "SIGSEGV": "native code crashed; PYTHONFAULTHANDLER=1 shows where",
         }.get(name, "look at its last output above")
         message = f"{who}'s process was ended by {name}: {fix}"
-    elif status == LEFT:
+    elif status == EXITED_EARLY:
         message = f"{who}'s process ended with exit code 0 before the end of its file; did the file call os._exit(0)?"
     elif run_dir is not None and (reason := _why_unwritten(run_dir / "failures")):
         found = f"could not write down why in {run_dir / 'failures'} ({reason}): its last lines say it"
@@ -86,32 +86,32 @@ def left_early(
     """Return the failure of a rank that ended well while the others were still training, and lost it.
 
     Args:
-        rank: which.
-        at: when the supervisor heard of it, seconds since the epoch.
-        found: the error's second line.
+        rank: the number of the rank that left.
+        at: the time when the supervisor heard of it, in seconds since the epoch.
+        found: the second line of the error.
     """
     error = PacelineError(
         f"rank {rank} should take as many steps as the other ranks",
         found,
         "look where the file calls sys.exit, makes its job, or leaves its loop, on some ranks only",
     )
-    return {**_died(rank, at, str(error)), "is_paceline": True}
+    return _of_error(error, at, rank=rank)
 
 
 def never_ended(rank: int, at: float, run_dir: Path) -> dict[str, Any]:
     """Return the failure of a job whose rank 0 has ended well, where nothing says how another rank did.
 
     Args:
-        rank: the other.
-        at: when rank 0 gave up, seconds since the epoch.
-        run_dir: where it should say so.
+        rank: the number of the rank whose end is unknown.
+        at: the time when rank 0 gave up, in seconds since the epoch.
+        run_dir: the run directory where the rank should have written down its end.
     """
     error = PacelineError(
         f"rank {rank} should write down its end in {run_dir}",
         "rank 0 found none there",
         "see that all hosts share that folder (`paceline doctor -H ...` looks), and whether something ended that rank",
     )
-    return {**_died(rank, at, str(error)), "is_paceline": True}
+    return _of_error(error, at, rank=rank)
 
 
 def made_no_progress(
@@ -120,24 +120,23 @@ def made_no_progress(
     """Return the failure of a job whose ranks made no progress for so long that it was ended.
 
     Args:
-        limit_s: seconds.
-        at: when it was ended, seconds since the epoch.
-        place: the rank that the others wait for, and its step; None: of none, or of several.
-        found: why, and where each rank stands.
-        fix: what to do.
+        limit_s: the seconds without progress after which the job was ended.
+        at: the time when it was ended, in seconds since the epoch.
+        place: the rank that the others wait for, and its step; None where there is none, or several.
+        found: the reason, and the position of each rank.
+        fix: the advice to the user.
     """
     rank, step = place
     error = PacelineError(f"the job should make progress within {limit_s:g} s (--stall-timeout)", found, fix)
-    fields = {"type": STALLED, "step": step, "is_paceline": True, "exit_code": STALLED_CODE}
-    return {**_died(rank, at, str(error.at(rank, step))), **fields}
+    return _of_error(error.at(rank, step), at, rank=rank, step=step, type=STALLED, exit_code=STALLED_CODE)
 
 
 def lost_server(status: int, at: float) -> dict[str, Any]:
     """Return the failure of a fork server that ended before its ranks, which the kernel then ends with it.
 
     Args:
-        status: its exit code; below 0 the signal that ended it.
-        at: when the supervisor heard of it, seconds since the epoch.
+        status: the exit code; below 0 the signal that ended it.
+        at: the time when the supervisor heard of it, in seconds since the epoch.
     """
     if status < 0:
         reason = f"it was ended by {signal_name(-status)}"
@@ -145,51 +144,52 @@ def lost_server(status: int, at: float) -> dict[str, Any]:
     else:
         reason = f"it ended with exit code {status}"
         fix = "look at its output above"
-    message = str(PacelineError("the fork server should live as long as its ranks", reason, fix))
-    return {**_died(None, at, message), "is_paceline": True}
+    return _of_error(PacelineError("the fork server should live as long as its ranks", reason, fix), at)
 
 
 def failed_launcher(program: str, status: int, last_words: str, at: float) -> dict[str, Any]:
     """Return the failure of a program that had started the ranks, where no rank wrote down its own.
 
     Args:
-        program: its name.
-        status: its exit code; below 0 the signal that ended it.
-        last_words: its last line.
-        at: when the supervisor heard of it, seconds since the epoch.
+        program: the name of the program.
+        status: the exit code; below 0 the signal that ended it.
+        last_words: the last line that the program printed.
+        at: the time when the supervisor heard of it, in seconds since the epoch.
     """
     reason = f"it ended with exit code {status}"
     if last_words:
         reason += f": {last_words}"
     fix = "look at its output above; go on with --resume once that is mended"
-    message = str(PacelineError(f"{program} should run the ranks to their end", reason, fix))
-    return {**_died(None, at, message), "is_paceline": True}
+    return _of_error(PacelineError(f"{program} should run the ranks to their end", reason, fix), at)
 
 
-def lost_host(host: str, why: str, at: float) -> dict[str, Any]:
+def lost_host(host: str, last_words: str, at: float) -> dict[str, Any]:
     """Return the failure of a host to which the connection ended, and whose ranks end with it.
 
     Args:
-        host: its name.
-        why: the last words of what held the connection.
-        at: when the supervisor heard of it, seconds since the epoch.
+        host: the name of the host.
+        last_words: the last line that ssh or the agent printed; "" where there is none.
+        at: the time when the supervisor heard of it, in seconds since the epoch.
     """
     reason = f"the connection to {host} ended"
-    if why:
-        reason += f" ({why})"
-    message = str(PacelineError(f"the host {host} should be there to the end", reason, "go on with --resume"))
-    return {**_died(None, at, message), "is_paceline": True, "host": host}
+    if last_words:
+        reason += f" ({last_words})"
+    error = PacelineError(f"the host {host} should be there to the end", reason, "go on with --resume")
+    return _of_error(error, at, host=host)
 
 
 def refusal(error: PacelineError, at: float) -> dict[str, Any]:
     """Return the failure of a job that the supervisor itself could not go on with.
 
     Args:
-        error: why.
-        at: when, seconds since the epoch.
+        error: the error that the supervisor raised.
+        at: the time of the error, in seconds since the epoch.
     """
-    fields = {"type": type(error).__name__, "is_paceline": True, "exit_code": error.exit_code}
-    return {**_died(None, at, str(error)), **fields}
+    return _of_error(error, at, type=type(error).__name__, exit_code=error.exit_code)
+
+
+def _of_error(error: PacelineError, at: float, rank: int | None = None, **more: Any) -> dict[str, Any]:
+    return {**_died(rank, at, str(error)), "is_paceline": True, **more}
 
 
 def _died(rank: int | None, at: float, message: str) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def _died(rank: int | None, at: float, message: str) -> dict[str, Any]:
 
 
 def read_failures(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return what the ranks wrote down before they ended, by the rank whose file it is."""
+    """Return the failures that the ranks wrote down before they ended, by rank."""
     failures = {}
     for path in (folder / "failures").glob("*.json"):
         rank = parse_whole(path.stem)
@@ -238,7 +238,7 @@ def _read_failure(path: Path, rank: int) -> dict[str, Any]:
 def first_cause(failures: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Return the failure that the others follow from: the earliest that is not the loss of a peer.
 
-    Of peer losses alone, the earliest. Times are the writers' clocks: between hosts they may be off.
+    If all failures are losses of peers, the earliest. Times are the writers' clocks: between hosts they may be off.
     """
     return min(failures, key=lambda failure: (failure["is_peer_loss"], failure["at"]))
 
@@ -254,13 +254,13 @@ def in_one_line(cause: Mapping[str, Any]) -> str:
     return lines[0]
 
 
-def format_failure(cause: Mapping[str, Any], others: int, word: str = "failed first") -> str:
-    """Return the failure as people read it. An error that says what to do needs no traceback of ours.
+def format_failure(cause: Mapping[str, Any], peer_count: int, word: str = "failed first") -> str:
+    """Return the failure in the form that users read. An error that says what to do needs no traceback of ours.
 
     Args:
-        cause: the failure.
-        others: number of ranks that ended with it.
-        word: verb of the sentence about its rank; "failed" where others may have failed before.
+        cause: the failure's record.
+        peer_count: the number of ranks that ended with it.
+        word: the verb of the sentence about its rank; "failed" where other ranks may have failed before.
     """
     lines = []
     # Three kinds: an error of ours has its three lines, an exception of the file its traceback and a line with rank and
@@ -276,9 +276,9 @@ def format_failure(cause: Mapping[str, Any], others: int, word: str = "failed fi
     else:
         step = "" if cause["step"] is None else f" (step {cause['step']})"
         lines.append(f"{cause['message']}{step}")
-    if others:
-        noun = "rank" if others == 1 else "ranks"
-        lines.append(f"  (and {others} {noun} that ended with it)")
+    if peer_count:
+        noun = "rank" if peer_count == 1 else "ranks"
+        lines.append(f"  (and {peer_count} {noun} that ended with it)")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""Collect what is known of a job that may stand still, or be slow: from its run directory, its ranks and this host.
+"""Collect the facts about a job that may stand still, or be slow: from its run directory, its ranks and this host.
 
 `run/causes.py` judges it.
 """
@@ -15,38 +15,32 @@ from typing import Any
 
 import psutil
 
-from paceline.nouns.events import decoded
-from paceline.nouns.reading import COUNT, fault_of, regular
-from paceline.run.asked import ask
-from paceline.run.summary import RUNNING, SILENT, Run, read_run, result_failure
-from paceline.run.times import RankSplit, files_of, newest_process, recent_splits
+from paceline.nouns.events import newest_first
+from paceline.run.read.runs import Run, read_run, result_failure, seconds_since_event
+from paceline.run.read.standing import ask, line_of
+from paceline.run.read.times import RankSplit, files_of, newest_process, recent_splits
 
 ANSWER_S = 4.0  # a rank looks for a question twice a second; its thread may wait for a busy core
-_CLOCKS_S = 5.0  # by which clocks of hosts may differ
-_CPU_S = 0.3  # over which the use of a core is measured
-BUSY = 0.3  # cores: who uses more computes
-_JUMP_S = 5.0  # by which two events are further apart than the step between them took, or closer
+_CLOCKS_S = 5.0  # the largest difference between hosts' clocks
+_CPU_S = 0.3  # the time over which the use of a core is measured
+BUSY = 0.3  # cores: a rank that uses more computes
+_JUMP_S = 5.0  # a clock jumped where two events differ by so much more or less than the step between them took
 _TAIL_BYTES = 2**18
-_FORM = {
-    "step": (COUNT, None), "steps_done": COUNT, "stalled_s": float, "cpu_s": float, "stack": [[(str, COUNT)]],
-    "cores?": COUNT, "pid?": COUNT, "host?": str, "waits_in": (str, None), "line": (str, None),
-}  # fmt: skip
-_FRAME_PARTS = 3
 ENDED = "ended"
 
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """What is known of one rank.
+    """The facts about one rank.
 
     Args:
-        rank: which.
-        answer: what it says of itself; None: it did not answer.
-        pid, host: of its process; 0 and "" where it never wrote them.
-        is_here: the process can be looked at: it runs, or ran, on this host.
-        state: of the process, as psutil names it, such as "running" or "stopped"; "gone" where there is none, ENDED
-            where it has ended its job.
-        cpu: cores that it uses, where it did not answer.
+        rank: the number of the rank.
+        answer: the report of the rank about itself; None: it did not answer.
+        pid, host: the process and its host; 0 and "" where the rank never wrote them.
+        is_here: True where the process runs, or ran, on this host, so that it can be inspected.
+        state: the state of the process, as psutil names it, such as "running" or "stopped"; "gone" where there is none,
+            ENDED where the rank has ended its job.
+        cpu: the number of cores that the process uses, where it did not answer.
     """
 
     rank: int
@@ -77,12 +71,7 @@ class RankFacts:
     @property
     def line(self) -> str:
         """Return the innermost line of the user's code, or of any code."""
-        if self.answer is None:
-            return "an unknown line"
-        if self.answer.get("line"):
-            return str(self.answer["line"])
-        stack = self.answer["stack"]
-        return f"{stack[0][0]}:{stack[0][1]} ({stack[0][2]})" if stack else "an unknown line"
+        return "an unknown line" if self.answer is None else line_of(self.answer)
 
     @property
     def computes(self) -> bool:
@@ -102,23 +91,21 @@ class RankFacts:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of a job.
+    """The facts about a job.
 
     Args:
-        run: its summary.
-        ranks: those that it has.
-        splits: where the time of recent steps goes.
-        stands_s: seconds since the last step, or another sign of progress; 0 where steps come.
-        failure: what ended it, as people read it.
-        free_bytes: on the disk of the run directory.
-        checkpoint_fault: why the newest checkpoint could not be written.
-        clock_jumps: seconds by which the wall clock of rank 0's host jumped, and the step.
-        servers: the plan has parameter servers, so workers need not wait for each other.
-        not_asked: why the ranks could not be asked; None: they were.
-        age_s: seconds since the job was started.
-        quiet_s: seconds since the newest event.
-        is_first_step: this start of the job has not ended a step.
-        answer_s: seconds in which a rank had to answer.
+        run: the summary of the run.
+        ranks: the facts about each rank.
+        splits: the times of recent steps, split by kind of work.
+        stands_s: the seconds since the last step, or another sign of progress; 0 where steps come.
+        failure: the failure that ended the job, as users read it.
+        free_bytes: the free bytes on the disk of the run directory.
+        checkpoint_fault: the reason why the newest checkpoint could not be written.
+        clock_jumps: the seconds by which the wall clock of rank 0's host jumped, and the step, of each jump.
+        not_asked: the reason why the ranks could not be asked; None: they were asked.
+        age_s: the seconds since the job was started.
+        is_first_step: True where this start of the job has not ended a step.
+        answer_s: the seconds in which a rank had to answer.
     """
 
     run: Run
@@ -129,57 +116,49 @@ class Facts:
     free_bytes: int = 2**40
     checkpoint_fault: str | None = None
     clock_jumps: Sequence[tuple[float, int]] = field(default=())
-    servers: bool = False
     not_asked: str | None = None
     age_s: float = 3600.0
-    quiet_s: float = 3600.0
     is_first_step: bool = False
     answer_s: float = ANSWER_S
 
 
 def collect(folder: Path, answer_s: float | None = None) -> Facts:
-    """Return what the run directory, the ranks and this host say.
+    """Collect the facts about a job from its run directory, its ranks and this host.
 
     Args:
         folder: the run directory.
-        answer_s: seconds in which a rank has to answer; None: ANSWER_S.
+        answer_s: the seconds in which a rank has to answer; None: ANSWER_S.
     """
     answer_s = ANSWER_S if answer_s is None else answer_s
     run = read_run(folder)
-    is_open = run.status in (RUNNING, SILENT)
     answers: dict[int, dict[str, Any]] = {}
     not_asked = None
-    if is_open and run.ranks:
+    if run.is_open and run.ranks:
         try:
-            answers = {rank: answer for rank, answer in ask(folder, run.ranks, answer_s).items() if _is_whole(answer)}
+            answers = ask(folder, run.ranks, answer_s)
         except OSError as error:  # such as of a full disk
             not_asked = f"{folder} can't be written ({error.strerror})"
-    ranks = _ranks(folder, run, answers) if is_open else []
-    events = _newest_events(folder)
+        run = replace(run, quiet_s=seconds_since_event(folder))  # events have come since they were asked
+    ranks = _ranks(folder, run, answers) if run.is_open else []
+    events = list(newest_first(folder / "events.jsonl", most_bytes=_TAIL_BYTES))
     return Facts(
         run=run,
         ranks=ranks,
         splits=recent_splits(folder, run.ranks),
-        stands_s=_standing_s(ranks, folder) if is_open else 0.0,
-        failure=None if is_open else result_failure(folder),
+        stands_s=_standing_s(ranks, run) if run.is_open else 0.0,
+        failure=None if run.is_open else result_failure(folder),
         free_bytes=_free_bytes(folder),
         checkpoint_fault=_checkpoint_fault(events),
         clock_jumps=tuple(_clock_jumps(events)),
-        servers=run.has_servers,
         not_asked=not_asked,
         age_s=max(0.0, time.time_ns() / 1e9 - run.started),
-        quiet_s=_quiet_s(folder),
         is_first_step=_is_first_step(events),
         answer_s=answer_s,
     )
 
 
-def _is_whole(answer: Mapping[str, Any]) -> bool:
-    return fault_of(dict(answer), _FORM) is None and all(len(frame) == _FRAME_PARTS for frame in answer["stack"])
-
-
 def _ranks(folder: Path, run: Run, answers: Mapping[int, Mapping[str, Any]]) -> list[RankFacts]:
-    """Return what the ranks say; of those that don't, what can be seen of their processes on this host."""
+    """Return the facts about each rank; of one that did not answer, what can be seen of its process on this host."""
     files = files_of(folder)
     found: dict[int, RankFacts] = {}
     processes: dict[int, psutil.Process] = {}
@@ -190,7 +169,7 @@ def _ranks(folder: Path, run: Run, answers: Mapping[int, Mapping[str, Any]]) -> 
             continue
         process, has_ended = newest_process(files[rank]) if rank in files else (None, False)
         if process is None or process.wall_ns / 1e9 < run.started - _CLOCKS_S:
-            found[rank] = RankFacts(rank)  # that process is of an earlier start
+            found[rank] = RankFacts(rank)  # its newest process is of an earlier start
             continue
         is_here = process.host == socket.gethostname()
         state = ENDED if has_ended else ""
@@ -226,25 +205,17 @@ def _seen(process: psutil.Process) -> tuple[str, float]:
         return "", 0.0
 
 
-def _quiet_s(folder: Path) -> float:
-    """Return the seconds since the newest event."""
-    try:
-        return max(0.0, time.time_ns() / 1e9 - (folder / "events.jsonl").stat().st_mtime)
-    except OSError:
-        return 0.0
-
-
 def _is_first_step(events: Sequence[Mapping[str, Any]]) -> bool:
-    kinds = [event["event"] for event in events if event["event"] in ("start", "resumed", "step")]
-    return not kinds or kinds[-1] != "step"
+    kinds = (event["event"] for event in events)
+    return next((kind != "step" for kind in kinds if kind in ("start", "resumed", "step")), True)
 
 
-def _standing_s(ranks: Sequence[RankFacts], folder: Path) -> float:
+def _standing_s(ranks: Sequence[RankFacts], run: Run) -> float:
     """Return for how long nobody has made progress: of those that answer the one that has waited least."""
     answered = [float(rank.answer["stalled_s"]) for rank in ranks if rank.answer is not None]
     if answered:
         return min(answered) if len(answered) == len(ranks) else max(answered)
-    return _quiet_s(folder)
+    return run.quiet_s
 
 
 def _free_bytes(folder: Path) -> int:
@@ -255,18 +226,8 @@ def _free_bytes(folder: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
-def _newest_events(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "events.jsonl"
-    try:
-        with open(path, "rb", opener=regular) as file:
-            file.seek(max(path.stat().st_size - _TAIL_BYTES, 0))
-            return list(decoded(file.read()))
-    except OSError:
-        return []
-
-
 def _checkpoint_fault(events: Sequence[Mapping[str, Any]]) -> str | None:
-    for event in reversed(events):
+    for event in events:
         if event["event"] in ("checkpoint", "start"):
             return None
         if event["event"] == "checkpoint_failed":
@@ -275,9 +236,9 @@ def _checkpoint_fault(events: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def _clock_jumps(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, int]]:
-    """Yield where the wall clock went back, or forth by more than the step took, and the step."""
+    """Yield each jump of the wall clock, back or forth by more than the step took: its seconds, and the step."""
     before: Mapping[str, Any] | None = None
-    for event in events:
+    for event in reversed(events):
         if event["event"] != "step":
             before = before if event["event"] not in ("start", "resumed") else None
             continue

@@ -21,17 +21,17 @@ from paceline.nouns.plan import Plan
 from paceline.run import directory
 from paceline.run.directory import RunChoice
 from paceline.run.failures import format_failure, format_failure_briefly
+from paceline.run.job_settings import GRACE_S
 from paceline.run.plain_values import RETURNED, read_value
 from paceline.run.private import PrivateFolder
 from paceline.run.request import find_launcher
 from paceline.run.sent_function import LIBRARY, name_of, pack
-from paceline.run.supervise.cell_screen import CellScreen, label_of, notebook_shell
-from paceline.run.supervise.job import run_job
-from paceline.run.supervise.progress import Progress, Screen
-from paceline.run.supervise.supervisor import GRACE_S, Ending, JobRequest, private_folder
+from paceline.run.supervise.progress import CellScreen, Progress, Screen, label_of, notebook_shell
+from paceline.run.supervise.supervised_job import run_job
+from paceline.run.supervise.supervisor import Ending, JobRequest, private_folder
 
 _CALL = "launch"
-_CELL = re.compile(r'File "([^"]+)"')  # in a traceback
+_CELL = re.compile(r'File "([^"]+)"')  # a file in a traceback
 
 
 def launch(
@@ -42,7 +42,7 @@ def launch(
     run_dir: str | Path | None = None,
     resume: bool = False,
 ) -> Any:
-    """Call a function on several ranks of this host, and return what rank 0's call returned.
+    """Call a function on several ranks of this host, and return the value that rank 0's call returned.
 
     For notebooks, where there is no file that `paceline run` could start; it works in a file and a REPL too. Each rank
     is a new process. The function, with what it refers to, is sent there by cloudpickle (`pip install
@@ -50,16 +50,16 @@ def launch(
     they do under `paceline run -n RANKS`. Progress and the ranks' output are shown while it runs. An interrupt ends all
     ranks. Nothing is left behind.
 
-    What the function changes outside of itself is changed in the ranks alone: return what you need.
+    What the function changes outside of itself is changed only in the ranks: return what you need.
 
     Args:
-        function: called on every rank.
-        arguments: of the function; each rank has a copy of them.
-        ranks: how many; None: as many as `plan` covers, or one.
+        function: the function that is called on every rank.
+        arguments: the arguments of the function; each rank has a copy of them.
+        ranks: the number of ranks; None: as many as `plan` covers, or one.
         plan: the parallelism, as `--plan` has it, such as "shard=2".
         run_dir: a folder for the job's events and checkpoints, as `paceline run` keeps one. None: none of them is kept,
             and nothing is saved but what the function saves.
-        resume: go on from the newest checkpoint in `run_dir`.
+        resume: True to go on from the newest checkpoint in `run_dir`.
 
     Returns:
         What rank 0's call returned: None, numbers, texts, bytes, lists, tuples, dicts, tensors or arrays. Tensors come
@@ -133,7 +133,7 @@ def launch(
 
 
 def _run(plan: Plan, request: JobRequest, screen: Screen) -> tuple[Ending, Progress]:
-    (request.run_dir / RETURNED).unlink(missing_ok=True)  # of an earlier start in this folder
+    (request.run_dir / RETURNED).unlink(missing_ok=True)  # an earlier start in this folder may have left it
     ending, progress, _ = run_job(plan, request, screen)
     return ending, progress
 
@@ -180,7 +180,7 @@ def _check(function: object) -> None:
 def _run_folder(
     run_dir: str | Path | None, resume: bool, script: Path, screen: Screen
 ) -> tuple[Ownership | None, Path | None]:
-    """Take the run directory, and return it with the checkpoint to go on from; None: there is to be none."""
+    """Take the run directory, and return it with the checkpoint to go on from; None: there is no such thing."""
     if run_dir is None:
         if resume:
             raise UsageError("resume=True needs a run directory", "run_dir is None", "name it with run_dir")
@@ -198,7 +198,7 @@ def _run_folder(
 
 
 def _source_of(function: Callable[..., Any]) -> Path:
-    """Return where the function's code is; a notebook's cell has a name of a file, too."""
+    """Return the path of the function's code; a notebook's cell has a name of a file, too."""
     code = getattr(function, "__code__", None)
     return Path(getattr(code, "co_filename", name_of(function)))
 
@@ -214,7 +214,7 @@ def _error_of(ending: Ending, progress: Progress, name: str, shell: Any) -> Base
     cause = ending.cause
     if cause is None:
         return RankFailedError(f"{name} should run to its end", "its ranks had to be killed", "look at their output")
-    text = _with_cells(format_failure(cause, ending.others), shell)
+    text = _with_cells(format_failure(cause, ending.peer_count), shell)
     if cause.get("parts"):
         asked, found, fix = cause["parts"]
     elif cause["traceback"]:
@@ -236,7 +236,7 @@ def _error_of(ending: Ending, progress: Progress, name: str, shell: Any) -> Base
 
 
 def _with_cells(text: str, shell: Any) -> str:
-    """Return a traceback in which a notebook's cells have the names that people know: `Cell In[3]`."""
+    """Return a traceback in which a notebook's cells have the names that users know: `Cell In[3]`."""
 
     def label(match: re.Match[str]) -> str:
         return label_of(shell, match[1]) or match[0]

@@ -16,9 +16,9 @@ from paceline.nouns.errors import ReadError, UsageError
 from paceline.nouns.parts import shown
 from paceline.nouns.reading import parse_json, reason_of, regular
 
-RETURNED = "returned.safetensors"  # in a run directory: what rank 0 returned
-_KEY = "value"  # of the metadata
-_PLAIN = (str, int, float)  # and bool, which is an int
+RETURNED = "returned.safetensors"  # rank 0's returned value, in a run directory
+_KEY = "value"  # the key of the metadata
+_PLAIN = (str, int, float)  # bool is an int, too
 _FIX = "return None, numbers, texts, bytes, lists, tuples, dicts, tensors or arrays; write others to a file"
 _FIX_MODEL = (
     "return its weights, on every rank: job.whole_model().state_dict(), or in a loop of your own model.state_dict() "
@@ -30,13 +30,13 @@ def check_value(value: Any, who: str) -> tuple[str, dict[str, Any]]:
     """Return plain data as JSON and the tensors in it.
 
     Args:
-        value: what it is.
-        who: returned it.
+        value: the value that was returned.
+        who: the name of the function that returned it, for errors.
 
     Raises:
         UsageError: it is not plain.
     """
-    from paceline.comm.dense import fault_of
+    from paceline.comm.dtypes import fault_of
 
     tensors: dict[str, Any] = {}
     try:
@@ -59,9 +59,9 @@ def write_value(path: Path, value: Any, who: str) -> None:
     """Write plain data.
 
     Args:
-        path: the file.
-        value: what it is.
-        who: returned it.
+        path: the file to write.
+        value: the value that was returned.
+        who: the name of the function that returned it, for errors.
 
     Raises:
         UsageError: it is not plain, or can't be written.
@@ -96,8 +96,25 @@ def read_value(path: Path) -> Any:
         raise ReadError(f"can't read {path}", reason_of(error), "return plain data from the function") from None
 
 
+def value_of(text: str, tensors: dict[str, Any], source: str) -> Any:
+    """Return the value that `check_value` returned as JSON and tensors.
+
+    Args:
+        text: the JSON.
+        tensors: by name.
+        source: where the text is from, for errors.
+
+    Raises:
+        ReadError: it is damaged or forged.
+    """
+    try:
+        return _decoded(parse_json(text, source), tensors)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ReadError(f"can't read {source}", reason_of(error), "send plain data") from None
+
+
 class _NotPlainError(Exception):
-    """Something is no plain data: what it is."""
+    """A value is no plain data; the argument of the exception is that value."""
 
 
 def _is_model(value: Any) -> bool:
@@ -136,7 +153,7 @@ def _encoded(value: Any, tensors: dict[str, Any]) -> Any:
 
 def _decoded(value: Any, tensors: dict[str, Any]) -> Any:
     if not isinstance(value, dict):
-        if isinstance(value, list):
+        if isinstance(value, list):  # lists are written as {"list": [...]}
             raise ValueError("a list stands alone")
         return value
     ((kind, content),) = value.items()

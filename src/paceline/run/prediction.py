@@ -1,4 +1,4 @@
-"""Keep what a run's step was predicted to take, `predicted/RANK.json` in the run directory, beside what it takes.
+"""Keep the prediction of a run's step, `predicted/RANK.json` in the run directory, beside the measured one.
 
 `paceline profile --job JOB` makes it, after the job has begun: a job itself spends no time on it.
 """
@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.nouns.device import peak_flops
-from paceline.nouns.errors import ReadError, UsageError
+from paceline.nouns.errors import UsageError
 from paceline.nouns.profile import BUFFERS, COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS, Profile
-from paceline.nouns.reading import COUNT, Whole, read_json
+from paceline.nouns.reading import COUNT, Whole, read_by_rank, write_whole
 from paceline.plan.memory import memory_of
-from paceline.run.times import RankSplit
+from paceline.run.read.times import RankSplit
 from paceline.train.memory_file import RankMemory
 
 FOLDER = "predicted"
@@ -32,20 +32,20 @@ _FORM = {
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a step of one rank takes by its profile.
+    """The prediction of one rank's step, by its profile.
 
     Attributes:
-        rank: whose.
-        plan: its line, see `Plan.line`.
+        rank: the number of the rank.
+        plan: the line of the plan, see `Plan.line`.
         device: "cpu" or "cuda".
-        precision: the workload's.
-        flops: floating-point operations of a step.
-        peak: bytes of live tensors, the largest sum.
-        phase: of the step in which that is.
-        between: bytes by kind that live when a step begins.
-        at_peak: bytes by kind at the peak.
-        traffic: of a step: collective, axis, calls, bytes.
-        layout: under `tensor` how each weight is split and why: name, shape, placement, why; else empty.
+        precision: the precision of the workload.
+        flops: the floating-point operations of a step.
+        peak: the largest sum of the bytes of live tensors.
+        phase: the phase of the step in which the peak is.
+        between: the bytes that live when a step begins, by kind.
+        at_peak: the bytes at the peak, by kind.
+        traffic: the collectives of a step: collective, axis, calls, bytes.
+        layout: the split of each weight under `tensor`: name, shape, placement, why; else empty.
     """
 
     rank: int
@@ -61,22 +61,22 @@ class Prediction:
     layout: Sequence[Mapping[str, Any]] = ()
 
     @property
-    def held(self) -> dict[str, int]:
+    def resident_bytes(self) -> dict[str, int]:
         """Return bytes between two steps by the kinds that a rank counts in its memory."""
-        held = {kind: self.between.get(kind, 0) for kind in (PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER)}
-        held[GRADIENTS] += self.between.get(COMMUNICATION, 0)  # there gradients are parts of their buckets
-        return held
+        resident_bytes = {kind: self.between.get(kind, 0) for kind in (PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER)}
+        resident_bytes[GRADIENTS] += self.between.get(COMMUNICATION, 0)  # there gradients are parts of their buckets
+        return resident_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """How fast a rank computes.
+    """The speed at which a rank computes.
 
     Attributes:
-        rank: which.
-        flops_per_s: operations of a step, by the prediction, over the median time of its newest steps.
-        peak: operations per second that its GPU can do in the workload's precision; None where nobody knows.
-        device: its name.
+        rank: the number of the rank.
+        flops_per_s: the operations of a step, by the prediction, over the median time of its newest steps.
+        peak: the operations per second that its GPU can do in the workload's precision; None where nobody knows.
+        device: the name of the device.
     """
 
     rank: int
@@ -91,7 +91,7 @@ class Rate:
 
     @property
     def text(self) -> str:
-        """Return it in words."""
+        """Return the rate in words."""
         mfu = (
             "" if self.mfu is None or self.peak is None else f", {self.mfu:.1%} of the {self.peak / 1e12:,.0f} TFLOP/s"
         )
@@ -99,9 +99,11 @@ class Rate:
 
 
 def predict(profile: Profile, layout: Sequence[Mapping[str, Any]] = ()) -> Prediction:
-    """Return what a profile predicts, with the layout of the split model."""
+    """Return the prediction of a profile, with the layout of the split model."""
     memory = memory_of(profile)
-    rows = [{name: row[name] for name in ("collective", "axis", "calls", "bytes")} for row in profile.traffic]
+    rows = []
+    for row in profile.traffic:
+        rows.append({name: row[name] for name in ("collective", "axis", "calls", "bytes")})
     return Prediction(
         profile.rank, profile.plan, profile.device, profile.precision, profile.flops,
         memory.peak, memory.phase, memory.between, memory.at_peak, rows, layout,
@@ -115,11 +117,9 @@ def write_prediction(folder: Path, prediction: Prediction) -> Path:
         UsageError: it can't be written.
     """
     path = folder / FOLDER / f"{prediction.rank}.json"
-    draft = path.with_name(f".{path.name}.draft")
     try:
         path.parent.mkdir(exist_ok=True)
-        draft.write_text(json.dumps({"version": VERSION, **asdict(prediction)}) + "\n")
-        draft.replace(path)
+        write_whole(path, json.dumps({"version": VERSION, **asdict(prediction)}) + "\n")
     except OSError as error:
         asked, fix = f"the prediction in {path}", "make room there, or see who may write to the run directory"
         raise UsageError(asked, f"it can't be written ({error})", fix) from None
@@ -130,32 +130,28 @@ def read_predictions(folder: Path, plan: str) -> list[Prediction]:
     """Return the predictions in a run directory, by rank; those of another plan, or that can't be read, are left out.
 
     Args:
-        folder: of the run.
-        plan: the line of its plan; a run may have gone on under another.
+        folder: the run directory.
+        plan: the line of the run's plan; a run may have gone on under another.
     """
     found = []
-    for path in (folder / FOLDER).glob("*.json"):
-        try:
-            value = read_json(path, _FORM)
-        except ReadError:
-            continue
+    for value in read_by_rank(folder / FOLDER, _FORM).values():
         if value["version"] == VERSION and value["plan"] == plan:
-            found.append(Prediction(**{each.name: value[each.name] for each in fields(Prediction)}))
-    return sorted(found, key=lambda prediction: prediction.rank)
+            found.append(Prediction(**{column.name: value[column.name] for column in fields(Prediction)}))
+    return found
 
 
 def rates(predictions: Sequence[Prediction], splits: Sequence[RankSplit], memories: Sequence[RankMemory]) -> list[Rate]:
-    """Return how fast the ranks compute that have both a prediction and times.
+    """Return the speed of each rank that has both a prediction and times.
 
     Args:
-        predictions: of the run.
-        splits: where the time of its newest steps goes.
-        memories: what its ranks hold, for the names of their devices.
+        predictions: the predictions of the run.
+        splits: the times of its newest steps, split by kind of work.
+        memories: the memory of its ranks, with the names of their devices.
     """
     names = {memory.rank: memory.name for memory in memories}
     found = []
     for split in splits:
-        prediction = next((each for each in predictions if each.rank == split.rank), None)
+        prediction = next((candidate for candidate in predictions if candidate.rank == split.rank), None)
         if prediction is not None and split.median_s > 0 and prediction.flops:
             name = names.get(split.rank, "")
             peak = peak_flops(name, prediction.precision)

@@ -1,4 +1,4 @@
-"""Make a folder for a job that only this user can enter: where ranks meet, their sockets, credentials.
+"""Make a folder for a job that only this user can enter, for the rendezvous, sockets and credentials.
 
 It is removed at the job's end, or by the fork server when the supervisor was killed. When both were killed at once, the
 next job removes it: every process of a job holds a lock in its folder, and a lock that nobody holds says that the job
@@ -18,18 +18,23 @@ from pathlib import Path
 
 PREFIX = "paceline-"
 _LOCK = "lock"
-_UNFINISHED = f".{PREFIX}"  # a folder whose lock is not taken yet
+_UNFINISHED = f".{PREFIX}"  # the prefix of a folder whose lock is not taken yet
 
 
 @dataclass(frozen=True, slots=True)
 class PrivateFolder:
-    """A job's folder, and the descriptor of its lock: who inherits that holds the lock too; -1: there is none."""
+    """A job's folder that only its user can enter.
+
+    Attributes:
+        path: the path of the folder.
+        lock: the descriptor of its lock, which a process that inherits it holds too; -1: there is no lock.
+    """
 
     path: Path
     lock: int
 
     def remove(self) -> None:
-        """Remove it; the job is over."""
+        """Remove the folder; the job is over."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self.lock >= 0:
             os.close(self.lock)

@@ -18,16 +18,10 @@ from paceline.nouns.names import check_name
 from paceline.nouns.user_program import MODULE
 from paceline.rendezvous.launcher_env import LauncherPosition, NodeInfo, find_node, find_position
 from paceline.run.directory import RunChoice
+from paceline.run.job_settings import ELASTIC, NAMED_RANK, NODE, RANK
+from paceline.run.supervise.membership import RESTARTS, WAIT_S
 from paceline.run.supervise.stalls import VARIABLE, notice_time
 
-# What starts a job's ranks: --on.
-PLACES = ("local", "ssh", "mpi", "ray")
-# The same for jobs that --on does not name: hosts that come and go; a launcher that started this process as one of
-# its nodes, or as a rank, whose job has a name and a run directory or has none.
-ELASTIC = "elastic"
-NODE = "node"
-NAMED_RANK = "named rank"
-RANK = "rank"
 _TORCHRUN = "torchrun"
 
 
@@ -38,11 +32,17 @@ class HostLimits:
     Args:
         least, most: hosts of the job; None: one, and as many as there are.
         script: prints the hosts there are, a line each.
+        slots: of a host that the script prints without a number.
+        wait_s: the seconds to wait for enough hosts.
+        restarts: the number of generations that may follow a failure.
     """
 
     least: int | None = None
     most: int | None = None
     script: Path | None = None
+    slots: int = 1
+    wait_s: float = WAIT_S
+    restarts: int = RESTARTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class RunRequest:
     """A job to start, or to be a part of.
 
     Args:
-        file, arguments: the user's.
+        file, arguments: the path of the user's file, and its arguments.
         place: what starts the ranks: one of PLACES, ELASTIC, NODE, NAMED_RANK, RANK.
         launcher: what another launcher says that this process is, where the place is one of the last three.
         plan, run: the plan and the run directory that are asked for.
@@ -65,8 +65,9 @@ class RunRequest:
         stall_notice_s: seconds without progress until a notice; 0: never.
         stall_timeout_s: seconds without progress until the job is ended; 0: never.
         max_restarts: after ranks that died.
-        is_json: standard output is for the result alone.
+        is_json: True where standard output is only for the result.
         is_dry_run: nothing is started.
+        flags: the flags that were given, by the names of their settings.
     """
 
     file: str
@@ -90,6 +91,7 @@ class RunRequest:
     max_restarts: int = 0
     is_json: bool = False
     is_dry_run: bool = False
+    flags: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_host_settings(self.python, self.interface)
@@ -102,9 +104,9 @@ class RunRequest:
 
 def check_host_settings(python: str, interface: str) -> None:
     """Raise UsageError where the Python or the network interface of a job's hosts can't be used."""
-    check_name("program", python, fix="write the path of a Python with --python")
+    check_name("program", python, fix="write the path of a Python with --python", settings=("python",))
     if interface:
-        check_name("interface", interface)
+        check_name("interface", interface, settings=("interface",))
 
 
 def find_launcher(on: str | None, environment: Mapping[str, str]) -> LauncherPosition | NodeInfo | None:
@@ -115,7 +117,7 @@ def find_launcher(on: str | None, environment: Mapping[str, str]) -> LauncherPos
         environment: of this process.
 
     Raises:
-        UsageError: two launchers contradict each other, or many ranks were promised and this is one alone.
+        UsageError: two launchers contradict each other, or many ranks were promised and this is the only one.
     """
     if on is not None:
         return None

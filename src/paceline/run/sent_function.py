@@ -1,4 +1,4 @@
-"""Send a function to this process's own children: the one place where something is pickled, and why that is safe.
+"""Send a function to this process's own children: the only place where something is pickled, and why that is safe.
 
 A function of a notebook's cell is in no file that a rank could import, so its code and what it refers to go along, by
 cloudpickle. They go from a process to children that it starts itself, by anonymous memory that the children inherit:
@@ -34,14 +34,14 @@ _OF_CODE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
-    """What a rank is sent.
+class SentFunction:
+    """A function that is sent to the ranks.
 
     Attributes:
-        path: `sys.path` of the process that sends it.
-        sources: lines of code that is in no file, by the name that stands in a traceback.
-        is_kept: the job has a run directory that stays, with checkpoints.
-        pickled: the function and its arguments.
+        path: the value of `sys.path` in the process that sends it.
+        sources: the lines of code that is in no file, by the name that stands in a traceback.
+        is_kept: True where the job has a run directory that stays, with checkpoints.
+        pickled: the function and its arguments, pickled.
     """
 
     path: list[str]
@@ -50,7 +50,7 @@ class Sent:
     pickled: bytes
 
     def write(self) -> int:
-        """Write it to anonymous memory, and return the descriptor."""
+        """Write the function to anonymous memory, and return the descriptor."""
         header = {"path": self.path, "sources": self.sources, "is_kept": self.is_kept}
         descriptor = _anonymous()
         with os.fdopen(os.dup(descriptor), "wb") as file:
@@ -58,8 +58,8 @@ class Sent:
         return descriptor
 
     @classmethod
-    def read(cls, descriptor: int) -> Sent:
-        """Read what the process above this one wrote; other ranks read the same."""
+    def read(cls, descriptor: int) -> SentFunction:
+        """Read the function that the parent process wrote; other ranks read the same."""
         content = bytearray()
         # Not `read`: all who inherit the descriptor share its position.
         while chunk := os.pread(descriptor, 2**24, len(content)):
@@ -68,7 +68,7 @@ class Sent:
         return cls(**parse_json(header, "what was sent to a rank", _FORM), pickled=pickled)
 
     def load(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Return the function and its arguments; what they import is found as where they come from.
+        """Return the function and its arguments; their imports are looked up in the `sys.path` of the sender.
 
         Raises:
             UsageError: they need something that is not there.
@@ -87,8 +87,8 @@ class Sent:
         return function, arguments
 
 
-def pack(function: Callable[..., Any], arguments: Sequence[Any], is_kept: bool) -> Sent:
-    """Return what a rank is to be sent.
+def pack(function: Callable[..., Any], arguments: Sequence[Any], is_kept: bool) -> SentFunction:
+    """Return a function and its arguments in the form that is sent to a rank.
 
     Raises:
         UsageError: cloudpickle is not installed, or something can't be pickled.
@@ -109,7 +109,7 @@ def pack(function: Callable[..., Any], arguments: Sequence[Any], is_kept: bool) 
             f"{type(error).__name__}: {error}",
             "make in the function what can't be pickled, such as an open file or a connection",
         ) from error
-    return Sent(list(sys.path), _unsaved_sources(), is_kept, pickled)
+    return SentFunction(list(sys.path), _unsaved_sources(), is_kept, pickled)
 
 
 def _pickled(library: Any, value: Any) -> bytes:
@@ -135,7 +135,7 @@ def _make_code(values: dict[str, Any]) -> types.CodeType:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Return what people call a function."""
+    """Return the name of a function as users know it."""
     return getattr(function, "__name__", None) or type(function).__name__
 
 

@@ -1,27 +1,29 @@
-"""Make a trace of a run that Perfetto and chrome://tracing read: what each rank did, on one clock.
+"""Make a trace of a run that Perfetto and chrome://tracing read: the activities of each rank, on one clock.
 
 The format is Chrome's JSON: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.run.event_reader import EventReader, StepEvent
-from paceline.run.times import MOST_NS, StepTime, files_of, read_steps
+from paceline.run.read.event_columns import EventIndex
+from paceline.run.read.times import MOST_NS, StepTime, files_of, read_steps
 from paceline.train.profile_files import read_profile
 
 _STEPS, _WORK, _CHECKPOINTS, _AXES = 0, 1, 2, 3  # tracks of a rank; each axis has one from _AXES on
-_FIRST_OF_PROFILE = 1000  # the first track of what torch's profiler has recorded
+_FIRST_OF_PROFILE = 1000  # the first track of events from torch's profiler
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
 _PROFILED = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver", "ac2g", "fwdbwd", *_ON_GPU)
 _SPAN_PARTS = 6
+_WITH_LENGTH = ("checkpoint", "saved")
 _INSTANTS = ("resumed", "stopped", "checkpoint_failed", "end")
 _LEAST_MATCHES = 3  # moments of both hosts by which their clocks are compared
 
@@ -30,16 +32,16 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A trace, and what is in it.
+    """A trace, and facts about it.
 
     Args:
-        events: of the format.
-        steps: how many steps are in it, of all ranks together.
-        detailed: of these, how many with what was done in them.
-        ranks: whose.
-        matched: hosts whose clocks were compared by the ends of collectives; of the others the wall clock counts.
-        messages: arrows from a send to its receive.
-        unreadable: lines of the run's events that are none.
+        events: the events of the trace in Chrome's format.
+        steps: the number of steps in it, of all ranks together.
+        detailed: the number of these steps whose single operations are in it.
+        ranks: the ranks that have steps in it.
+        matched: the hosts whose clocks were compared by the ends of collectives; of the others the wall clock counts.
+        messages: the number of arrows from a send to its receive.
+        unreadable: the number of lines of the run's events that are no events.
     """
 
     events: list[Event]
@@ -55,10 +57,10 @@ class Trace:
 class _Clock:
     """The monotonic clocks of processes as nanoseconds since 1970, by that of the first rank."""
 
-    shifts: dict[str, int] = field(default_factory=dict)  # by boot: what is added to its monotonic clock
+    shifts: dict[str, int] = field(default_factory=dict)  # by boot: the nanoseconds to add to its monotonic clock
 
     def at(self, step: StepTime, monotonic_ns: int) -> float:
-        """Return microseconds since 1970."""
+        """Return a moment of a step's process in microseconds since 1970."""
         shift = self.shifts.get(step.process.boot)
         if not step.process.boot or shift is None:
             shift = step.process.wall_ns - step.process.monotonic_ns
@@ -71,18 +73,19 @@ def make_trace(
     """Return the trace of a run.
 
     Args:
-        run_dir: of the run.
-        first, last: the steps that are wanted; None: from the first one, up to the last.
-        ranks: of this many alone, from the first; 0: of all.
-        tail_only: read no more than the end of each rank's file, and no event of the job; of a step that was taken
-            again, only the last time.
+        run_dir: the run directory.
+        first, last: the first and the last step that are wanted; None: from the first one, up to the last.
+        ranks: the number of ranks in the trace, from the first; 0: all.
+        tail_only: True to read no more than the end of each rank's file, and no event of the job; of a step that was
+            taken again, only the last time.
     """
     by_rank: dict[int, list[StepTime]] = {}
     for rank, path in list(files_of(run_dir).items())[: ranks or None]:
         steps = [step for step in read_steps(path, tail_only) if _is_wanted(step.step, first, last)]
         by_rank[rank] = list({step.step: step for step in steps}.values()) if tail_only else steps
     clock, matched = _aligned(by_rank)
-    axes = sorted({kind for steps in by_rank.values() for step in steps for kind in step.by_kind if " " in kind})
+    all_steps = list(itertools.chain.from_iterable(by_rank.values()))
+    axes = sorted(kind for kind in _kinds_of(all_steps) if " " in kind)
     tracks = {kind: _AXES + number for number, kind in enumerate([*axes, "bubble"])}
     events: list[Event] = []
     for rank, steps in by_rank.items():
@@ -91,20 +94,19 @@ def make_trace(
             events += _events_of(rank, step, clock, tracks)
     arrows = list(_arrows(by_rank, clock, tracks))
     events += arrows
-    reader = EventReader()
+    index = EventIndex(run_dir / "events.jsonl")
     if any(by_rank.values()) and not tail_only:
-        events += _events_of_job(run_dir, reader, first, last)
+        events += _events_of_job(index.read_on(), first, last)
         for rank, steps in by_rank.items():
             events += _profile(run_dir, rank, steps, clock)
-    every = [step for steps in by_rank.values() for step in steps]
     return Trace(
         events=events,
-        steps=sum(step.step is not None for step in every),
-        detailed=sum(bool(step.spans) for step in every if step.step is not None),
+        steps=sum(step.step is not None for step in all_steps),
+        detailed=sum(bool(step.spans) for step in all_steps if step.step is not None),
         ranks=tuple(rank for rank, steps in by_rank.items() if steps),
         matched=matched,
         messages=len(arrows) // 2,
-        unreadable=reader.unreadable,
+        unreadable=index.unreadable,
     )
 
 
@@ -114,6 +116,11 @@ def write_trace(trace: Trace, path: Path) -> None:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         file.write(",\n".join(json.dumps(event, separators=(",", ":")) for event in trace.events))
         file.write("\n]}\n")
+
+
+def _kinds_of(steps: Iterable[StepTime]) -> set[str]:
+    """Return the kinds of work in which the steps spent time."""
+    return set().union(*(step.by_kind for step in steps))
 
 
 def _is_wanted(step: int | None, first: int | None, last: int | None) -> bool:
@@ -129,7 +136,7 @@ def _names(rank: int, steps: Sequence[StepTime], tracks: Mapping[str, int]) -> I
     host = steps[-1].process.host
     yield _meta(rank, 0, "process_name", f"rank {rank} ({host})" if host else f"rank {rank}")
     yield {"ph": "M", "pid": rank, "tid": 0, "name": "process_sort_index", "args": {"sort_index": rank}}
-    used = {kind for step in steps for kind in step.by_kind}
+    used = _kinds_of(steps)
     names = {_STEPS: "steps", _WORK: "work"} | {track: kind for kind, track in tracks.items() if kind in used}
     for track, name in names.items():
         yield _meta(rank, track, "thread_name", name)
@@ -158,7 +165,7 @@ def _events_of(rank: int, step: StepTime, clock: _Clock, tracks: Mapping[str, in
 
 
 def _spans(step: StepTime) -> Iterator[tuple[str, str, int, int, int, int]]:
-    """Yield what was done in a step; what has another form is passed over."""
+    """Yield the operations of a step; those in another form are passed over."""
     for span in step.spans:
         if not isinstance(span, list) or len(span) != _SPAN_PARTS:
             continue
@@ -173,7 +180,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _arrows(by_rank: Mapping[int, Sequence[StepTime]], clock: _Clock, tracks: Mapping[str, int]) -> Iterator[Event]:
-    """Yield a pair of events for each message: of one step, sender, receiver and tag in the order of both."""
+    """Yield a pair of events for each message. Messages of one step, sender, receiver and tag match in their order."""
     sends: dict[tuple[int | None, int, int, int], list[Event]] = defaultdict(list)
     receives: dict[tuple[int | None, int, int, int], list[Event]] = defaultdict(list)
     for rank, steps in by_rank.items():
@@ -194,13 +201,13 @@ def _arrows(by_rank: Mapping[int, Sequence[StepTime]], clock: _Clock, tracks: Ma
 
 
 def _profile(run_dir: Path, rank: int, steps: Sequence[StepTime], clock: _Clock) -> Iterator[Event]:
-    """Yield what torch's profiler has recorded in some steps of a rank, each thread and stream as a track.
+    """Yield the events that torch's profiler recorded in some steps of a rank, each thread and stream as a track.
 
     Args:
-        run_dir: of the run.
-        rank: whose.
-        steps: that are wanted.
-        clock: of the trace; the profiler's is the wall clock of the rank's host.
+        run_dir: the run directory.
+        rank: the number of the rank.
+        steps: the steps that are wanted.
+        clock: the clock of the trace; the profiler's is the wall clock of the rank's host.
     """
     numbered = [step for step in steps if step.step is not None]
     if not numbered:
@@ -225,11 +232,11 @@ def _profile(run_dir: Path, rank: int, steps: Sequence[StepTime], clock: _Clock)
         yield moved
 
 
-def _events_of_job(run_dir: Path, reader: EventReader, first: int | None, last: int | None) -> Iterator[Event]:
-    """Yield rank 0's checkpoints, and what else happened to the job, by the wall clock of its host."""
+def _events_of_job(index: EventIndex, first: int | None, last: int | None) -> Iterator[Event]:
+    """Yield rank 0's checkpoints and the job's other events, by the wall clock of its host."""
     yield _meta(0, _CHECKPOINTS, "thread_name", "checkpoints and events")
-    for event in reader.read_file(run_dir / "events.jsonl"):
-        if not isinstance(event, StepEvent):
+    for kind in (*_WITH_LENGTH, *_INSTANTS):
+        for event in index.events(kind):
             yield from _event_of_job(event, first, last)
 
 
@@ -238,7 +245,7 @@ def _event_of_job(event: Mapping[str, Any], first: int | None, last: int | None)
     if at is None or (step is not None and not _is_wanted(step, first, last)):
         return
     place = {"pid": 0, "tid": _CHECKPOINTS, "cat": "job", "args": {"step": step}}
-    if kind in ("checkpoint", "saved") and "seconds" in event:
+    if kind in _WITH_LENGTH and "seconds" in event:
         yield {"ph": "X", "name": kind, "ts": 1e6 * (at - event["seconds"]), "dur": 1e6 * event["seconds"], **place}
     elif kind in _INSTANTS:
         yield {"ph": "i", "s": "t", "name": kind, "ts": 1e6 * at, **place}
@@ -261,9 +268,9 @@ def _aligned(by_rank: Mapping[int, Sequence[StepTime]]) -> tuple[_Clock, tuple[s
             hosts.setdefault(boot, step.process.host)
             if collective_ends and step.step is not None:
                 ends.setdefault(boot, {}).setdefault(step.step, max(collective_ends))
-    first, *others = list(clock.shifts) or [""]
+    first, *other_boots = list(clock.shifts) or [""]
     matched = []
-    for boot in others:
+    for boot in other_boots:
         common = ends.get(first, {}).keys() & ends.get(boot, {}).keys()
         if not boot or not first or len(common) < _LEAST_MATCHES:
             continue

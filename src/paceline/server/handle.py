@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from paceline.nouns.errors import LossError, PlanError, UsageError
-from paceline.server.layout import AVERAGE, BYTES, Entry, Segment, ServerLayout
 from paceline.server.link import Answer, Link
 from paceline.server.optimizers import describe, implementation_of, settings_of
-from paceline.server.tensors import MEAN, STOPPING, first_content, states_of
+from paceline.server.range_tensors import MEAN, STOPPING, first_content, states_of
+from paceline.server.server_layout import AVERAGE, BYTES, Entry, Segment, ServerLayout
 from paceline.server.transport.address import Address, Credentials
 
 
@@ -95,7 +95,7 @@ class Handle:
 
         Returns:
             Steps that this worker has taken. One that takes a lost worker's place begins at that worker's step; in
-            other modes than sync it is known by its last heartbeat alone.
+            other modes than sync it is known only by its last heartbeat.
         """
         return self.answer.clock
 
@@ -153,9 +153,9 @@ class Handle:
         """Push one tensor for each entry, and wait for the next parameters; `take` copies them into the model.
 
         Args:
-            sent: gradients of parameters, values of buffers; None where there is none.
-            loss, weight: of this worker's samples.
-            flags: `tensors.STOPPING`, `tensors.MEAN`.
+            sent: the gradients of parameters and the values of buffers; None where there is none.
+            loss, weight: the loss sum and the weight of this worker's samples.
+            flags: the sum of the flags `tensors.STOPPING` and `tensors.MEAN`, where they hold.
 
         Raises:
             LossError: the loss or its weight is NaN: the servers would take no such frame, and all would wait.
@@ -354,7 +354,7 @@ def _entry(name: str, tensor: torch.Tensor, group: int) -> Entry:
 
 
 def _device_of_state(key: str, parameter: torch.Tensor) -> torch.device:
-    """Return where torch's optimizers keep a state: counts of steps on the CPU, all else beside the parameter."""
+    """Return the device of a state of torch's optimizers: counts of steps on the CPU, all else with the parameter."""
     return torch.device("cpu") if key == "step" else parameter.device
 
 

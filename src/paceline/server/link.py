@@ -19,11 +19,11 @@ import torch
 from paceline.nouns.errors import PacelineError, PeerLostError
 from paceline.server import setup
 from paceline.server.coordinator.absences import silence_s
-from paceline.server.layout import Segment, ServerLayout, most_state_bytes
 from paceline.server.protocol.client import Client, Session
 from paceline.server.protocol.messages import COORDINATOR, Configuration, Node, Pulled, Pushed, Stale
+from paceline.server.range_tensors import FlatTensor, bytes_of, views_of
+from paceline.server.server_layout import Segment, ServerLayout, most_state_bytes
 from paceline.server.settings import JobSettings
-from paceline.server.tensors import FlatTensor, bytes_of, views_of
 from paceline.server.transport.address import Address, Credentials
 from paceline.server.transport.connection import Connection
 from paceline.server.transport.frames import FrameError
@@ -70,10 +70,10 @@ class Link(Peers):
     """One worker's connection to the coordinator and the servers.
 
     Args:
-        coordinator: its address.
+        coordinator: the coordinator's address.
         name: the worker's number.
-        layout: of what it trains.
-        settings: its part of the job's: steps, clip_norm, implementation, is_strict.
+        layout: the layout of the tensors that it trains.
+        settings: the worker's part of the job's settings: steps, clip_norm, implementation, is_strict.
         first: makes a range's first content, called if this worker is to hand it out.
     """
 
@@ -101,7 +101,7 @@ class Link(Peers):
         self.spare: dict[int, torch.Tensor] = {}  # by range, memory for parameters that nobody waits for any more
         self.answer: Answer | None = None  # None while the worker's thread waits
         self.latest: Answer | None = None
-        self.taken: Answer | None = None  # what the worker's thread computes from
+        self.waited_answer: Answer | None = None  # the one that the worker's thread computes from
         self.states: dict[int, Any] = {}  # by range, the answers to `read_state`
         self.state_request = 0
         self.configurations: dict[int, Configuration] = {}  # by range, also before the job's start
@@ -149,7 +149,7 @@ class Link(Peers):
         # Before the push is handed over: its answer may come at once.
         self.answer = None
         # asyncio's objects are not thread-safe: this thread hands its calls to the loop of the link's.
-        self.loop.call_soon_threadsafe(self.call, self._push, notes, self.taken)
+        self.loop.call_soon_threadsafe(self.call, self._push, notes, self.waited_answer)
         return self._wait_for_answer()
 
     def read_state(self) -> list[bytes]:
@@ -163,18 +163,18 @@ class Link(Peers):
         """Tell the coordinator that this worker leaves, and close the connections."""
         if not self.thread.is_alive():
             return
-        done = threading.Event()
+        said_goodbye = threading.Event()
         self.is_leaving = True
-        self.loop.call_soon_threadsafe(lambda: self.spawn(self._say_goodbye(done)))
-        done.wait(2 * GOODBYE_S)
+        self.loop.call_soon_threadsafe(lambda: self.spawn(self._say_goodbye(said_goodbye)))
+        said_goodbye.wait(2 * GOODBYE_S)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(2.0)
 
     def _wait_for_answer(self) -> Answer:
         self._wait(lambda: self.answer is not None)
         assert self.answer is not None
-        self.taken = self.answer
-        return self.taken
+        self.waited_answer = self.answer
+        return self.waited_answer
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
         self.waiting_since_s = time.monotonic()
@@ -204,8 +204,8 @@ class Link(Peers):
         self.error = self.error or error
         self.is_here.set()
 
-    def hello(self, to: Any) -> setup.Hello:
-        """Return who this is; for the coordinator with what it trains."""
+    def hello(self, to: object) -> setup.Hello:
+        """Return the greeting of this worker; for the coordinator with the layout that it trains."""
         # Only the coordinator compares layouts, and only it takes a hello with content.
         content = b""
         if to == COORDINATOR:
@@ -213,7 +213,7 @@ class Link(Peers):
             content = json.dumps({"layout": layout, "settings": self.settings}).encode()
         return setup.Hello("worker", self.name, self.incarnation, "", self.layout.digest, content)
 
-    def connected(self, peer: Any) -> None:
+    def connected(self, peer: object) -> None:
         """Send a server again what it may have missed."""
         if peer == COORDINATOR:
             return
@@ -223,12 +223,12 @@ class Link(Peers):
             if node == peer and number not in self.configurations:
                 self._install(number, [node])
 
-    def lost(self, peer: Any) -> None:
+    def lost(self, peer: object) -> None:
         """Connect to the coordinator again; a server that has died is replaced by it."""
         if peer == COORDINATOR:
             self.open(COORDINATOR)
 
-    def take(self, peer: Any, number: int, message: Any) -> None:
+    def take(self, peer: object, number: int, message: object) -> None:
         """Handle a message about range `number`."""
         if peer == COORDINATOR:
             self.coordinator_s = time.monotonic()
@@ -251,7 +251,7 @@ class Link(Peers):
         else:
             self._take_protocol(number, message)
 
-    def _take_protocol(self, number: int, message: Any) -> None:
+    def _take_protocol(self, number: int, message: object) -> None:
         # Kept also before the job's start: configurations may come before the settings.
         if isinstance(message, Configuration):
             self.configurations[number] = message
@@ -361,7 +361,7 @@ class Link(Peers):
         if request == self.state_request and len(self.states) < len(self.ranges):
             self._ask_state()
 
-    async def _say_goodbye(self, done: threading.Event) -> None:
+    async def _say_goodbye(self, said_goodbye: threading.Event) -> None:
         """Send the last heartbeat and wait until the coordinator has handled it.
 
         What a process that ends has written may be lost with its connection.
@@ -372,7 +372,7 @@ class Link(Peers):
             self.send(self.session.heartbeat(self.is_leaving))
             while not self.session.is_out and time.monotonic() < deadline_s:
                 await asyncio.sleep(0.01)
-        done.set()
+        said_goodbye.set()
 
     def _send_status(self) -> None:
         self.send([(COORDINATOR, 0, setup.Status(json.dumps(self.status()).encode()))])
@@ -458,7 +458,7 @@ class Link(Peers):
             self.send(self.session.repeat(time.monotonic()))
 
     def status(self) -> dict[str, Any]:
-        """Return what `paceline server top` shows of this worker."""
+        """Return the status that `paceline server top` shows of this worker."""
         connections = self.connections.values()
         return {
             "waited_for_network_s": round(self.waited_s["network"], 3),
@@ -472,8 +472,8 @@ class Link(Peers):
 
     # --- Endpoint
 
-    def destination(self, connection: Connection, number: int, message: Any, nbytes: int) -> tuple[Any, memoryview]:
-        """Return where a payload goes: parameters that are waited for go straight to `values`."""
+    def destination(self, connection: Connection, number: int, message: object, nbytes: int) -> tuple[Any, memoryview]:
+        """Return the memory for a payload: parameters that are waited for go straight to `values`."""
         if isinstance(message, Pulled) and number < len(self.values) and self.session is not None:
             # The worker's thread waits while a pull is open, so it does not read `values` meanwhile.
             flat = self.values[number].memory
@@ -492,14 +492,14 @@ class Link(Peers):
             return content, memoryview(content)
         return super().destination(connection, number, message, nbytes)
 
-    def views(self, payload: Any) -> Sequence[memoryview]:
+    def views(self, payload: object) -> Sequence[memoryview]:
         """Return the bytes of a payload."""
         return views_of(payload)
 
 
 def _error_of(message: setup.Refused) -> PacelineError:
     """Return the error that another process has sent, of the same class."""
-    # Of our own errors alone: a name from the wire must not choose any other class.
+    # Only of our own errors: a name from the wire must not choose any other class.
     classes = {error_class.__name__: error_class for error_class in PacelineError.__subclasses__()}
     error_class = classes.get(message.kind, PacelineError)
     return error_class(message.asked, message.found, message.fix)

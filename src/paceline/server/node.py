@@ -14,14 +14,14 @@ import torch
 from paceline.nouns.errors import CheckpointError, PacelineError
 from paceline.nouns.reading import parse_whole
 from paceline.server import setup
-from paceline.server.layout import BYTES, Segment, ServerLayout, most_state_bytes
 from paceline.server.protocol import messages
 from paceline.server.protocol.client import with_range
 from paceline.server.protocol.member import Member
 from paceline.server.protocol.messages import COORDINATOR
 from paceline.server.protocol.replica import Replica
+from paceline.server.range_tensors import Segments, bytes_of, views_of
+from paceline.server.server_layout import BYTES, Segment, ServerLayout, most_state_bytes
 from paceline.server.settings import JobSettings
-from paceline.server.tensors import Segments, bytes_of, views_of
 from paceline.server.transport.address import Address, Credentials
 from paceline.server.transport.connection import Connection
 from paceline.server.transport.frames import FrameError
@@ -38,14 +38,14 @@ class Server(Peers):
 
     Args:
         listen_at: the address for workers and other servers.
-        coordinator: its address.
-        credentials: for whatever leaves the host.
+        coordinator: the coordinator's address.
+        credentials: the credentials for connections that leave the host.
     """
 
     def __init__(self, listen_at: Address, coordinator: Address, credentials: Credentials | None = None) -> None:
         super().__init__(credentials)
         self.listen_at = listen_at
-        self.where = ""
+        self.address = ""
         self.addresses[COORDINATOR] = coordinator
         self.node = -1
         self.member: Member | None = None
@@ -66,7 +66,7 @@ class Server(Peers):
             Exception: an error of this process's own.
         """
         self.ending = asyncio.get_running_loop().create_future()
-        self.where = await self.listen(self.listen_at)
+        self.address = await self.listen(self.listen_at)
         self.open(COORDINATOR)
         self.spawn(every(HEARTBEAT_S, self._tick))
         self.spawn(every(EXPIRE_S, self._expire))
@@ -75,26 +75,26 @@ class Server(Peers):
         finally:
             self.close()
 
-    def hello(self, to: Any) -> setup.Hello:
-        """Return who this is."""
-        return setup.Hello("server", self.node, 0, self.where, "")
+    def hello(self, to: object) -> setup.Hello:
+        """Return the greeting of this server."""
+        return setup.Hello("server", self.node, 0, self.address, "")
 
     def failed(self, error: BaseException | None) -> None:
         """End with the error."""
         if self.ending is not None and not self.ending.done():
             self.ending.set_exception(error or RuntimeError("failed"))
 
-    def connected(self, peer: Any) -> None:
+    def connected(self, peer: object) -> None:
         """Send another server again what it may have missed."""
         if isinstance(peer, int) and self.member is not None:
             self.send(self.member.repeat())
 
-    def lost(self, peer: Any) -> None:
+    def lost(self, peer: object) -> None:
         """Connect to the coordinator again: it may come back."""
         if peer == COORDINATOR:
             self.open(COORDINATOR)
 
-    def take(self, peer: Any, number: int, message: Any) -> None:
+    def take(self, peer: object, number: int, message: object) -> None:
         """Handle a message about range `number`."""
         self.counts[type(message).__name__] += 1
         if isinstance(message, setup.Welcome):
@@ -112,7 +112,7 @@ class Server(Peers):
             try:
                 self._take_started(peer, number, message)
             except CheckpointError as error:
-                # A state that can't be read is its sender's fault: a FrameError closes that connection alone.
+                # A state that can't be read is its sender's fault: a FrameError closes only that connection.
                 raise FrameError(f"{error.asked}: {error.found}") from None
 
     def _take_addresses(self, servers: dict[messages.Node, Address]) -> None:
@@ -121,7 +121,7 @@ class Server(Peers):
         self.addresses = {COORDINATOR: self.addresses[COORDINATOR], **higher}
         self._open_all()
 
-    def _take_started(self, peer: Any, number: int, message: Any) -> None:
+    def _take_started(self, peer: object, number: int, message: object) -> None:
         """Handle a message that needs the replicas."""
         assert self.member is not None
         if number >= len(self.member.replicas):
@@ -142,7 +142,7 @@ class Server(Peers):
         else:
             self._take_protocol(replica, number, message)
 
-    def _take_protocol(self, replica: Replica, number: int, message: Any) -> None:
+    def _take_protocol(self, replica: Replica, number: int, message: object) -> None:
         assert self.member is not None
         applied_before = replica.update_count
         committed_before = replica.committed
@@ -183,8 +183,8 @@ class Server(Peers):
                 self._take_started(peer, number, early_message)
         self.early.clear()
 
-    def destination(self, connection: Connection, number: int, message: Any, nbytes: int) -> tuple[Any, memoryview]:
-        """Return where a payload goes; a gradient is exactly as long as its segment."""
+    def destination(self, connection: Connection, number: int, message: object, nbytes: int) -> tuple[Any, memoryview]:
+        """Return the memory for a payload; a gradient is exactly as long as its segment."""
         if not isinstance(message, messages.Push | messages.Forward | messages.State | setup.Install):
             return super().destination(connection, number, message, nbytes)
         # Before the job's start there are no ranges, so no length is right. The worker sends first content again.
@@ -211,12 +211,12 @@ class Server(Peers):
         memory = torch.empty(nbytes, dtype=torch.uint8)
         return memory.view(_DTYPES[segments[index].dtype]), bytes_of(memory)
 
-    def views(self, payload: Any) -> Sequence[memoryview]:
+    def views(self, payload: object) -> Sequence[memoryview]:
         """Return the bytes of a payload."""
         return views_of(payload)
 
     def status(self) -> dict[str, Any]:
-        """Return what `paceline server top` shows of this server."""
+        """Return the status that `paceline server top` shows of this server."""
         rows: list[dict[str, Any]] = []
         for number, replica in enumerate(self.member.replicas if self.member is not None else []):
             if self.node in replica.configuration.chain:

@@ -41,7 +41,7 @@ def describe(optimizer: torch.optim.Optimizer) -> tuple[str, list[dict[str, Any]
     return name, [settings_of(optimizer, group) for group in optimizer.param_groups]
 
 
-def settings_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of(optimizer: torch.optim.Optimizer, group: Mapping[str, object]) -> dict[str, Any]:
     """Return a group's numbers as they are now: what a schedule changes is sent with every gradient.
 
     Keys that the class does not read, such as a name or a scheduler's `initial_lr`, stay with the worker.
@@ -65,15 +65,18 @@ def settings_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> d
 
 
 def build(
-    name: str, pieces: Sequence[torch.nn.Parameter], settings: Mapping[str, Any], implementation: Mapping[str, Any]
+    name: str,
+    pieces: Sequence[torch.nn.Parameter],
+    settings: Mapping[str, object],
+    implementation: Mapping[str, object],
 ) -> torch.optim.Optimizer:
     """Return the optimizer over pieces of parameters.
 
     Args:
-        name: one of KNOWN.
-        pieces: of one segment.
-        settings: of their group.
-        implementation: which of torch's: {"fused": True}, or as the person asked.
+        name: the optimizer's name, one of KNOWN.
+        pieces: the pieces of one segment.
+        settings: the settings of their group.
+        implementation: the options that choose torch's implementation: {"fused": True}, or as the user asked.
 
     Raises:
         PlanError: `name` is none of KNOWN, or its settings are none of its.
@@ -95,7 +98,7 @@ def build(
 
 
 def implementation_of(optimizer: torch.optim.Optimizer, is_deterministic: bool) -> dict[str, Any]:
-    """Return which of torch's implementations the servers take.
+    """Return the options that choose torch's implementation, for the servers.
 
     It is the user's if one was named, or if the bits must be the same; else the fused one, where there is one.
     """
@@ -127,7 +130,7 @@ def _arguments(kind: Any) -> set[str]:
     return set(code.co_varnames[:count])
 
 
-def _number(value: Any) -> bool | int | float | None:
+def _number(value: object) -> bool | int | float | None:
     """Return a setting as a number of Python's own.
 
     Raises:
@@ -145,5 +148,5 @@ def _number(value: Any) -> bool | int | float | None:
     raise TypeError(shown(value))
 
 
-def _tuples(value: Any) -> Any:
+def _tuples(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value

@@ -32,9 +32,9 @@ class JobSettings:
     """The settings that coordinator, servers and workers share.
 
     Args:
-        servers, workers: how many.
-        replicas: of every range of parameters.
-        mode, quorum, staleness, deadline: when gradients become an update: see `admission.Mode`.
+        servers, workers: the numbers of servers and of workers.
+        replicas: the number of replicas of every range of parameters.
+        mode, quorum, staleness, deadline: the rules of when gradients become an update: see `admission.Mode`.
         steps: that every worker takes.
         clip_norm: largest norm of the whole gradient.
         implementation: of the optimizer, as torch names it.
@@ -55,7 +55,7 @@ class JobSettings:
 
     @classmethod
     def of(cls, plan: Plan) -> JobSettings:
-        """Return what a plan says; the workers add their part."""
+        """Return the settings of a plan; the workers add their part."""
         return cls(
             servers=plan.server,
             workers=plan.world_size,

@@ -99,4 +99,4 @@ class AskStatus:
 class Status:
     """JSON of what a process says of itself: see `Peers.status`."""
 
-    facts: Any
+    facts: object

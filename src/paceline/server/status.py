@@ -71,10 +71,10 @@ class Watcher(Peers):
         self.answers: dict[Any, dict[str, Any]] = {}
         self.is_here = asyncio.Event()
 
-    async def ask(self, who: Any, where: Address) -> dict[str, Any] | None:
+    async def ask(self, who: object, address: Address) -> dict[str, Any] | None:
         """Return the status of one process; None where it does not answer."""
         try:
-            connection = await connect(where, lambda: Connection(self), self.credentials)
+            connection = await connect(address, lambda: Connection(self), self.credentials)
         except PeerLostError:
             return None
         connection.peer = who
@@ -121,7 +121,7 @@ async def look(coordinator: Address, credentials: Credentials | None = None) -> 
             "see whether a coordinator of this version of Paceline listens there",
         )
     servers = addresses_of(json.dumps(status["servers"]))
-    answers = await asyncio.gather(*[watcher.ask(node, where) for node, where in servers.items()])
+    answers = await asyncio.gather(*[watcher.ask(node, address) for node, address in servers.items()])
     status["nodes"] = []
     for answer in answers:
         if answer is not None and fault_of(answer, NODE) is None:

@@ -58,14 +58,14 @@ def _worker_rows(workers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return rows
 
 
-def _state_of(worker: Mapping[str, Any]) -> str:
+def _state_of(worker: Mapping[str, object]) -> str:
     if worker["is_done"]:
         return "done"
     return "in" if worker["is_in"] else "out"
 
 
 def _rows_of_servers(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return what all servers say of their ranges."""
+    """Return the rows of all servers about their ranges."""
     rows: list[Mapping[str, Any]] = []
     for node in status["nodes"]:
         rows += node["ranges"]
@@ -92,7 +92,7 @@ def _range_rows(status: Mapping[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _staleness_bars(status: Mapping[str, Any]) -> list[str]:
+def _staleness_bars(status: Mapping[str, object]) -> list[str]:
     """Return a bar chart of staleness: pushes by the number of updates since their pull; [] without any."""
     counts: dict[int, int] = {}
     for row in _rows_of_servers(status):

@@ -24,9 +24,9 @@ class MLflow:
     that resumes goes on in the same run of MLflow, where steps that are taken again have two values.
 
     Args:
-        run_dir: of the job; None where there is none.
-        experiment: of MLflow; it is made where there is none of this name.
-        uri: in place of `MLFLOW_TRACKING_URI`.
+        run_dir: the run directory of the job; None where there is none.
+        experiment: the name of MLflow's experiment, which is made where there is none.
+        uri: the address of the tracking server or folder, in place of `MLFLOW_TRACKING_URI`.
 
     Raises:
         UsageError: the package mlflow is not installed.
@@ -63,7 +63,7 @@ class MLflow:
         self.experiment = experiment
         self.run_id = ""  # the server is asked in `write`: it may be away
         self.metrics: set[str] = set()
-        self.tags: dict[str, Any] = {}  # that are not sent yet
+        self.tags: dict[str, Any] = {}  # the tags that are not sent yet
 
     def _begin(self) -> None:
         """Find or make MLflow's run."""
@@ -89,7 +89,7 @@ class MLflow:
         return str(run.info.run_id)
 
     def write(self, event: Mapping[str, Any]) -> None:
-        """Write what an event has of numbers, text and pictures."""
+        """Write an event's numbers, text or picture."""
         kind = event["event"]
         if kind == "start":
             self.tags = {name: event[name] for name in ("total_steps", "samples", "batch_size", "world_size")}
@@ -115,7 +115,7 @@ class MLflow:
     def _metric_of(self, name: str) -> str:
         """Return a name that MLflow takes: in its folders a metric can't be a folder of others too."""
         path = _NOT_IN_NAMES.sub("_", path_of(name))
-        parents = [path[:at] for at, each in enumerate(path) if each == "/"]
+        parents = [path[:at] for at, character in enumerate(path) if character == "/"]
         if any(parent in self.metrics for parent in parents):
             path = path.replace("/", ".")
         elif any(known.startswith(f"{path}/") for known in self.metrics):

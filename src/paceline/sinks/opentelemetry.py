@@ -19,7 +19,7 @@ class OpenTelemetry:
     attribute `job` is the run's name. `paceline.step` is the step; texts and pictures are not sent.
 
     Args:
-        run_dir: of the job; None where there is none.
+        run_dir: the run directory of the job; None where there is none.
         provider: a MeterProvider in place of the one for the environment's endpoint; it is flushed at the end.
 
     Raises:
@@ -42,7 +42,7 @@ class OpenTelemetry:
         self.unsent = 0  # events since the collector last took the gauges
         self.address = ""
         if provider is None:
-            endpoints = [os.environ.get(f"OTEL_EXPORTER_OTLP_{each}ENDPOINT") for each in ("METRICS_", "")]
+            endpoints = [os.environ.get(f"OTEL_EXPORTER_OTLP_{infix}ENDPOINT") for infix in ("METRICS_", "")]
             self.address = address_of(next(filter(None, endpoints), ""))
         self.provider = provider or _exporting_provider(self._has_sent)
         self.is_own = provider is None
@@ -59,13 +59,13 @@ class OpenTelemetry:
         for name, value in numbers.items():
             gauge = self.gauges.get(name)
             if gauge is None:
-                # A name has letters, digits and _ . - / alone, at most 255.
+                # A name has only letters, digits and _ . - /, at most 255.
                 path = re.sub(r"[^A-Za-z0-9_.\-/]", "_", name.replace("/", "."))[:240]
                 gauge = self.gauges[name] = self.meter.create_gauge(f"paceline.{path}")
             gauge.set(value, self.attributes)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the rest."""
         self.provider.force_flush()
         if self.is_own:
             self.provider.shutdown()
@@ -86,7 +86,7 @@ def _exporting_provider(has_sent: Callable[[], None]) -> Any:
             "the packages opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http are not both installed",
             "pip install 'paceline[opentelemetry]', or leave OpenTelemetry out of sinks",
         ) from None
-    if not any(os.environ.get(f"OTEL_EXPORTER_OTLP_{each}ENDPOINT") for each in ("", "METRICS_")):
+    if not any(os.environ.get(f"OTEL_EXPORTER_OTLP_{infix}ENDPOINT") for infix in ("", "METRICS_")):
         raise UsageError(
             "can't send to OpenTelemetry",
             "nobody says where its collector is",
@@ -94,7 +94,7 @@ def _exporting_provider(has_sent: Callable[[], None]) -> Any:
         )
 
     class Exporter(OTLPMetricExporter):
-        """Says when the collector has taken the gauges."""
+        """Calls `has_sent` when the collector has taken the gauges."""
 
         def export(self, *arguments: Any, **options: Any) -> Any:
             result = super().export(*arguments, **options)

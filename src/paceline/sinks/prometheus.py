@@ -17,7 +17,7 @@ from paceline.nouns.errors import ReadError, UsageError
 from paceline.nouns.reading import read_text, reason_of
 from paceline.sinks.numbers import name_of, numbers_of
 
-FILE = "metrics.prom"  # in the run directory
+FILE = "metrics.prom"  # the file's name in the run directory
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _SHORTEST_TOKEN = 16
 
@@ -27,7 +27,7 @@ class Prometheus:
 
     One place for the whole job, on rank 0; no worker and no cluster is asked. Without `port` it is a file for the node
     exporter's textfile collector, replaced as a whole, `metrics.prom` in the run directory. With `port` it is an
-    endpoint, `http://HOST:PORT/metrics`, on this host alone. For other hosts set `host`, and a token, which Prometheus
+    endpoint, `http://HOST:PORT/metrics`, only on this host. For other hosts set `host`, and a token, which Prometheus
     sends with `authorization: credentials_file:` of its scrape configuration. It is plain HTTP: who listens on the way
     reads token and numbers, so keep it within a network that you trust, or behind a proxy with TLS.
 
@@ -36,11 +36,11 @@ class Prometheus:
     It stays 0 after a failure, and an endpoint is gone by then.
 
     Args:
-        run_dir: of the job; None where there is none.
-        file: in place of `metrics.prom`; its folder must exist.
-        port: of an endpoint; 0 takes a free one.
+        run_dir: the run directory of the job; None where there is none.
+        file: the path of the file, in place of `metrics.prom`; its folder must exist.
+        port: the port of an endpoint; 0 takes a free one.
         host: the address to listen at.
-        token_file: a file with the token, of 16 characters or more; needed beyond loopback.
+        token_file: the path of a file with the token, of 16 characters or more; needed beyond loopback.
 
     Raises:
         UsageError: the package prometheus-client is not installed; options contradict each other; the port is taken;
@@ -94,7 +94,7 @@ class Prometheus:
 
     @property
     def port(self) -> int | None:
-        """Where the endpoint listens.
+        """Return the port of the endpoint.
 
         Returns:
             The port, also where a free one was asked for by 0; None where there is a file.
@@ -131,8 +131,11 @@ class Prometheus:
 
     def _gauge(self, name: str, *labels: str) -> Any:
         if name not in self.gauges:
-            said = {"ended": "whether the job has ended", "step": "steps done"}.get(name, f"newest values of {name}")
-            self.gauges[name] = self.client.Gauge(f"paceline_{name}", said, ["job", *labels], registry=self.registry)
+            help_text = {"ended": "whether the job has ended", "step": "steps done"}.get(
+                name, f"newest values of {name}"
+            )
+            gauge = self.client.Gauge(f"paceline_{name}", help_text, ["job", *labels], registry=self.registry)
+            self.gauges[name] = gauge
         return self.gauges[name]
 
     def _write_file(self) -> None:
@@ -188,8 +191,8 @@ class _Quiet(WSGIRequestHandler):
 
     timeout = 10  # s that a client may take to ask
 
-    def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -205,16 +208,16 @@ class _Server6(_Server):
     address_family = socket.AF_INET6
 
 
-def _serve(app: Callable[..., Any], host: str, port: int, token: str | None) -> WSGIServer:
+def _serve(app: Callable[..., object], host: str, port: int, token: str | None) -> WSGIServer:
     """Serve numbers in a thread.
 
     Raises:
         UsageError: the address can't be listened at.
     """
 
-    def guarded(environment: dict[str, Any], start: Callable[..., Any]) -> Any:
-        said = environment.get("HTTP_AUTHORIZATION", "")
-        if token is not None and not hmac.compare_digest(said.encode(), f"Bearer {token}".encode()):
+    def guarded(environment: dict[str, Any], start: Callable[..., object]) -> Any:
+        authorization = environment.get("HTTP_AUTHORIZATION", "")
+        if token is not None and not hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode()):
             start("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")])
             return [b"a token is needed\n"]
         if environment.get("PATH_INFO") not in ("/metrics", "/"):

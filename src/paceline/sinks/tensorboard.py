@@ -18,10 +18,10 @@ class TensorBoard:
     """Writes a job's numbers, texts and pictures: `sinks=[paceline.TensorBoard]`.
 
     Under `paceline run` they go to `tensorboard/` in the run directory; a job that resumes continues its curves there,
-    and the steps that it takes again replace the old ones. A file run alone gets `tensorboard/DATE-TIME`.
+    and the steps that it takes again replace the old ones. A file that is run by itself gets `tensorboard/DATE-TIME`.
 
     Args:
-        run_dir: of the job; None where there is none.
+        run_dir: the run directory of the job; None where there is none.
 
     Raises:
         UsageError: the package tensorboard is not installed.
@@ -55,7 +55,7 @@ class TensorBoard:
         self.writer: Any = SummaryWriter(str(self.folder), flush_secs=_FLUSH_S)
 
     def write(self, event: Mapping[str, Any]) -> None:
-        """Write what an event has of numbers, text and pictures."""
+        """Write an event's numbers, text or picture."""
         kind = event["event"]
         for name, value in numbers_of(event).items():
             self.writer.add_scalar(name, value, global_step=event["step"], walltime=event["at"])

@@ -14,7 +14,7 @@ from paceline.nouns.sink import CLOSE_S
 from paceline.sinks.numbers import address_of, name_of, numbers_of, path_of, picture_of
 
 _STEP = "train/step"
-_FINISH_S = 0.75 * CLOSE_S  # so that there is time to say what is left
+_FINISH_S = 0.75 * CLOSE_S  # so that there is time to report unsent data
 
 
 class WandB:
@@ -25,9 +25,9 @@ class WandB:
     `wandb sync` sends it later.
 
     Args:
-        run_dir: of the job; None where there is none.
-        project: of W&B.
-        settings: more arguments of `wandb.init`.
+        run_dir: the run directory of the job; None where there is none.
+        project: the name of the project of W&B.
+        settings: the further arguments of `wandb.init`.
 
     Raises:
         UsageError: the package wandb is not installed, or it is to send and has no key.
@@ -43,7 +43,7 @@ class WandB:
         >>> job.close()
     """
 
-    def __init__(self, run_dir: Path | None, project: str = "paceline", **settings: Any) -> None:
+    def __init__(self, run_dir: Path | None, project: str = "paceline", **settings: object) -> None:
         try:
             import wandb
         except ImportError:
@@ -75,7 +75,7 @@ class WandB:
         self.address = address_of(_settings(wandb).base_url) if is_online else folder
         self.options = {"project": project, "dir": folder, **same_run, **settings}
         self.run: Any = None
-        self.facts: dict[str, Any] = {}  # that the run's configuration does not have yet
+        self.facts: dict[str, Any] = {}  # the values that the run's configuration does not have yet
         if not is_online:  # else in `write`: the server may be away
             self._begin()
 
@@ -85,7 +85,7 @@ class WandB:
         self.run.define_metric("*", step_metric=_STEP)
 
     def write(self, event: Mapping[str, Any]) -> None:
-        """Write what an event has of numbers, text and pictures."""
+        """Write an event's numbers, text or picture."""
         kind = event["event"]
         values: dict[str, Any] = dict(numbers_of(event))
         if kind == "start":
@@ -103,7 +103,7 @@ class WandB:
             self.run.log({**values, _STEP: event["step"]})
 
     def close(self) -> None:
-        """Send or write what is left."""
+        """Send or write the rest."""
         if self.run is None:
             return
         folder = Path(self.run.dir).parent
@@ -114,7 +114,7 @@ class WandB:
 
 
 def _settings(wandb: Any) -> Any:
-    """Return what the environment and the user's files say."""
+    """Return the settings of the environment and of the user's files."""
     return wandb.sdk.wandb_setup.singleton().settings
 
 

@@ -5,7 +5,7 @@ gradient of every parameter must be the sum of the parts'. What the trial does s
 
 - It runs in float64, whatever the code asks for, and without autocast: rounding is far below the smallest term that
   matters.
-- It runs in training mode, because auxiliary terms are often added there alone. Every random number is the same for
+- It runs in training mode, because auxiliary terms are often added only there. Every random number is the same for
   all samples (dropout keeps everything), and batch norm uses fixed statistics: `comm/batch_norm.py` shares those of a
   batch.
 - The copy's parameters are moved a little: a router that starts at zero sends all samples the same way.
@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from paceline.comm.batch_norm import SharedForward
 from paceline.comm.collectives import AxisComm
@@ -40,12 +39,14 @@ from paceline.nouns.own_errors import own_line
 from paceline.nouns.workload import Workload
 from paceline.parallel.micro_batches import checked_loss
 from paceline.parallel.model_adapter import EagerAdapter, ModelAdapter
+from paceline.torch_private.modules import BatchNorm, check_images, forget_compiled
+from paceline.torch_private.operations import disable_current_modes
 from paceline.train.bystanders import Bystanders, ModuleState, ReachedError
 from paceline.train.compiler_import import defer_compiler_import
 from paceline.train.control_flow_trace import Branches
 from paceline.train.data import RankLoader, Trial
-from paceline.train.device_batches import moved
-from paceline.train.grouped_float64 import grouped_products_in_float64
+from paceline.train.loader import moved
+from paceline.train.precision import grouped_products_in_float64
 from paceline.train.same_draws import SameDraws
 from paceline.train.seed import kept_random_state, seed_sample
 
@@ -62,7 +63,7 @@ _LEAST_STEP = 0.2  # of that step: how far where all are zero
 _ROUNDINGS = 100  # of a sum of many numbers
 _SPREADS = 8  # what a nudge of the parameters changes, so many times over, rounding may change
 _OTHER_MEAN, _OTHER_VARIANCE = 0.1, 1.2  # of batch norm in training: far enough from the running statistics
-_NUDGED = 4  # how often: sums of large terms change in few places
+_NUDGED = 16  # how often: sums of large terms change in few places, and 4 moves have missed all of them
 _FLOOR = 1e-3  # of the whole gradient: below this times the tolerance a tensor's own gradient is rounding
 _WIDTH = 1021  # of a row when a gradient is projected
 _SEED = 2
@@ -74,12 +75,13 @@ class _TrialMode:
     """The precision of a trial, and its tolerances.
 
     Attributes:
-        dtype: of the copy's parameters.
-        step: how far the copy's parameters are moved, relative to their size.
-        value_tolerance: of loss and weight, relative to the sizes of the parts'.
-        gradient_tolerance: of each parameter's gradient, likewise.
-        nudge: how far parameters are moved to see what rounding does, in units of their rounding. In float64 it is far
-            below the tolerances, and enough to change the sum of terms that are a hundred thousand times as large.
+        dtype: the dtype of the copy's parameters.
+        step: the distance by which the copy's parameters are moved, relative to their size.
+        value_tolerance: the tolerance of loss and weight, relative to the sizes of the parts' losses and weights.
+        gradient_tolerance: the tolerance of each parameter's gradient, relative to its norm.
+        nudge: the distance by which parameters are moved to measure rounding, in units of their rounding. In float64 it
+            is far below the tolerances, and enough to change the sum of terms that are a hundred thousand times as
+            large.
     """
 
     dtype: torch.dtype
@@ -109,11 +111,12 @@ class _Evaluation:
     """The result of one forward and backward pass.
 
     Attributes:
-        total, weight: what the loss returned.
-        rounding: the relative rounding of both, where the code computed one of them in narrower numbers.
+        total, weight: the sum and the weight that the loss returned.
+        rounding: the relative rounding of the sum and of the weight, above 0 where the code computed it in a dtype
+            narrower than float64.
         projections: a projection of each parameter's gradient. It is linear: those of parts add up.
         norms: the norm of each parameter's gradient.
-        looks: how often each line that looked at a tensor's value saw each outcome.
+        looks: the counts of each outcome at each line that looked at a tensor's value.
     """
 
     total: float
@@ -145,10 +148,10 @@ def check_loss_adds_up(
 
     Args:
         placed: the model as this rank holds it.
-        workload: loss and, where the model is split, the factory of the copy.
-        loader: has the samples.
-        notice: told where the loss could not be tried.
-        comm: ranks that all check the same, between which the trials may be shared out.
+        workload: the workload with the loss and, where the model is split, the factory of the copy.
+        loader: the loader of the samples.
+        notice: a function that is told where the loss could not be tried.
+        comm: the communicator of ranks that all check the same, which may share the trials.
     """
     if workload.data is None:
         notice("it was not checked that the loss is a sum over samples: the workload has no data to check it with")
@@ -182,9 +185,9 @@ def check_loss_is_no_mean(placed: EagerAdapter, workload: Workload, loader: Rank
     A mean does not change where each sample comes twice, and its weight doubles: it would be divided by it twice.
 
     Args:
-        placed: the model.
-        workload: the loss.
-        loader: has the samples.
+        placed: the model, whole on this rank.
+        workload: the workload with the loss.
+        loader: the loader of the samples.
     """
     model = _model_to_copy(placed, workload, loader.device)
     if not loader.samples or model is None:  # a stream would have to be read twice
@@ -213,8 +216,8 @@ def check_loss_is_no_mean(placed: EagerAdapter, workload: Workload, loader: Rank
         )
 
 
-def _is_apart_from(one: float, other: float, rounding: float) -> bool:
-    return _are_apart(one, [other], max(_MODES[0].value_tolerance, rounding))
+def _is_apart_from(joint: float, doubled: float, rounding: float) -> bool:
+    return _are_apart(joint, [doubled], max(_MODES[0].value_tolerance, rounding))
 
 
 def _is_tried(
@@ -230,14 +233,14 @@ def _is_tried(
             models.append(model)
         with Bystanders(*models) as bystanders:
             factory = _CopyFactory(model, getattr(placed, "shared", None), bystanders)
-            answer = _try_copies(factory, workload.loss, (trials, loader.device, notice))
+            answer = _try_copies(factory, workload.loss, trials, loader.device, notice)
     if answer:
         return True
     if placed.is_captured and _is_proven(placed):
         return True
     if answer is None and (model is None or isinstance(placed, EagerAdapter)):
         return _try_without_copy(placed, workload, loader, trials)
-    return False  # trying the split model is collective, and a copy may have failed on this rank alone
+    return False  # trying the split model is collective, and a copy may have failed only on this rank
 
 
 def _add_up_on_all(
@@ -259,7 +262,7 @@ def _add_up_on_all(
 def _share(trials: Sequence[Trial], rank: int, ranks: int) -> list[Trial]:
     """Return this rank's trials: as many on each rank, so that code which counts its calls counts alike everywhere.
 
-    Empty where there are none, or where something has to be said of the padding.
+    Empty where there are none, or where something has to be reported about the padding.
     """
     if any(trial.unpadded for trial in trials):
         return []
@@ -285,13 +288,14 @@ def _is_proven(placed: ModelAdapter) -> bool:
     return not placed.couples_samples or "batch_norm" in placed.couples_samples
 
 
-def _try_copies(factory: _CopyFactory, loss: Loss, given: tuple[Sequence[Trial], torch.device, Notice]) -> bool | None:
+def _try_copies(
+    factory: _CopyFactory, loss: Loss, trials: Sequence[Trial], device: torch.device, notice: Notice
+) -> bool | None:
     """Try the loss on copies of the model, in one mode after another.
 
     Returns:
         True if a mode gave an answer, False if copies ran and none did, None if none ran.
     """
-    trials, device, notice = given
     has_run = None
     for mode in _MODES:
         make = dataclasses.replace(factory, mode=mode)
@@ -338,14 +342,14 @@ def _is_padding_counted(make: _CopyFactory, loss: Loss, trials: Sequence[Trial],
         if not _difference(results, make.mode, trial.sizes):
             continue
         try:
-            _check_draws(make, loss, (batches, results, trial.sizes), _NO_SLACK)
+            _check_draws(make, loss, batches, results, trial.sizes, _NO_SLACK)
         except _UndecidableError:
             continue
         return True
     return False
 
 
-def _is_explained(make: _CopyFactory, loss: Loss, batches: Sequence[Any], sizes: tuple[int, int]) -> bool:
+def _is_explained(make: _CopyFactory, loss: Loss, batches: Sequence[object], sizes: tuple[int, int]) -> bool:
     """Look for another reason than the loss where parts do not add up; return False if that gives no answer.
 
     Raises:
@@ -358,16 +362,16 @@ def _is_explained(make: _CopyFactory, loss: Loss, batches: Sequence[Any], sizes:
     # Large terms that cancel leave more rounding than the tolerance, which is relative to their sum.
     slack = _rounding_slack(make, loss, batches[0])
     if difference := _difference(results, make.mode, sizes, slack):
-        _check_draws(make, loss, (batches, results, sizes), slack)
+        _check_draws(make, loss, batches, results, sizes, slack)
         raise _does_not_add_up(difference, _other_path(results))
     return make.mode.is_float64  # in float32 a term may be hidden in the rounding
 
 
-def _moved_all(batches: Sequence[Any], device: torch.device, mode: _TrialMode) -> list[Any]:
+def _moved_all(batches: Sequence[object], device: torch.device, mode: _TrialMode) -> list[Any]:
     return [moved(batch, device, mode.is_float64) for batch in batches]
 
 
-def _evaluate_on_fresh_copies(make: _CopyFactory, loss: Loss, batches: Sequence[Any]) -> list[_Evaluation]:
+def _evaluate_on_fresh_copies(make: _CopyFactory, loss: Loss, batches: Sequence[object]) -> list[_Evaluation]:
     """Evaluate the loss of each batch on a copy of its own."""
     results = []
     for batch in batches:
@@ -375,7 +379,7 @@ def _evaluate_on_fresh_copies(make: _CopyFactory, loss: Loss, batches: Sequence[
     return results
 
 
-def _rounding_slack(make: _CopyFactory, loss: Loss, batch: Any) -> _Evaluation:
+def _rounding_slack(make: _CopyFactory, loss: Loss, batch: object) -> _Evaluation:
     """Estimate how far rounding may change each number.
 
     It is as much as the numbers differ between copies whose parameters are a little more than rounding apart.
@@ -394,7 +398,9 @@ def _rounding_slack(make: _CopyFactory, loss: Loss, batch: Any) -> _Evaluation:
 def _check_draws(
     make: _CopyFactory,
     loss: Loss,
-    given: tuple[Sequence[Any], Sequence[_Evaluation], tuple[int, int]],
+    batches: Sequence[object],
+    results: Sequence[_Evaluation],
+    sizes: tuple[int, int],
     slack: _Evaluation,
 ) -> None:
     """Raise _UndecidableError if what does not add up depends on draws that are not the same for all samples.
@@ -402,11 +408,12 @@ def _check_draws(
     `SameDraws` sees torch's; numpy's and Python's are others for a part than for the same samples in the whole.
 
     Args:
-        make, loss: what is tried.
-        given: the batch and its parts, the result for each, and the parts' sizes.
-        slack: what rounding may do.
+        make, loss: the factory of the copies, and the loss.
+        batches: the batch and its parts.
+        results: the result for each batch.
+        sizes: the number of samples of each part.
+        slack: the differences that rounding may make.
     """
-    batches, results, sizes = given
     together = results[0]
     part_weights = [part.weight for part in results[1:]]
     weight_tolerance = max(make.mode.value_tolerance, together.rounding[1])
@@ -465,15 +472,15 @@ class _CopyFactory:
     """Makes copies of a model, all alike.
 
     Attributes:
-        model: what is copied; it is left as it is.
-        shared: what its batch norms share, which is not copied.
-        bystanders: keeps what the code reaches besides a copy.
-        mode: the copy's dtype, and how far its parameters are moved.
+        model: the model that is copied, and left unchanged.
+        shared: the statistics that its batch norms share, which are not copied.
+        bystanders: the guard of modules that the code reaches besides a copy.
+        mode: the dtype of the copy, and the distance by which its parameters are moved.
         nudge: above 0, the number of a further move that is little more than rounding.
     """
 
     model: nn.Module
-    shared: Any
+    shared: object
     bystanders: Bystanders
     mode: _TrialMode = _MODES[0]
     nudge: int = 0
@@ -518,14 +525,14 @@ class _CopyFactory:
 
 def _make_still(module: nn.Module, like: torch.Tensor) -> None:
     """Leave nothing random in `module`, and nothing that looks at a whole batch and is shared when it trains."""
-    module._compiled_call_impl = None
+    forget_compiled(module)
     forward = module.__dict__.get("forward")
     inner = getattr(forward, "__wrapped__", None)
     if isinstance(forward, SharedForward) or getattr(inner, "__func__", None) is type(module).forward:
         del module.__dict__["forward"]  # Paceline's: shared statistics, recomputing
     if isinstance(module, nn.RNNBase):
         module.dropout = 0.0
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+    if isinstance(module, BatchNorm):
         # Without running statistics it would use those of the batch in evaluation too.
         if module.running_mean is None:
             module.running_mean = like.new_zeros(module.num_features)
@@ -534,9 +541,9 @@ def _make_still(module: nn.Module, like: torch.Tensor) -> None:
         module.__dict__["forward"] = functools.partial(_norm_by_fixed_statistics, module)
 
 
-def _norm_by_fixed_statistics(module: nn.modules.batchnorm._BatchNorm, images: torch.Tensor) -> torch.Tensor:
+def _norm_by_fixed_statistics(module: BatchNorm, images: torch.Tensor) -> torch.Tensor:
     """Norm by running statistics; in training by others, so that the two modes do not give the same by chance."""
-    module._check_input_dim(images)
+    check_images(module, images)
     mean, variance = module.running_mean, module.running_var
     assert mean is not None
     assert variance is not None
@@ -545,7 +552,7 @@ def _norm_by_fixed_statistics(module: nn.modules.batchnorm._BatchNorm, images: t
     return nn.functional.batch_norm(images, mean, variance, module.weight, module.bias, False, 0.0, module.eps)
 
 
-def _evaluate_all(make: _CopyFactory, loss: Loss, batches: Sequence[Any], seed: int = _SEED) -> list[_Evaluation]:
+def _evaluate_all(make: _CopyFactory, loss: Loss, batches: Sequence[object], seed: int = _SEED) -> list[_Evaluation]:
     """Evaluate the loss of each batch on one copy, whose buffers and attributes are set back each time."""
     return _Replica(make, seed).evaluate(loss, batches)
 
@@ -554,8 +561,9 @@ class _Replica:
     """A copy of the model, made when it is first needed, on which losses are evaluated.
 
     Args:
-        make: makes it.
-        seed: of the random numbers of each batch, and of the generators that modules hold where it is not the usual.
+        make: the factory of the copy.
+        seed: the seed of the random numbers of each batch, and of the generators that modules hold where it is not the
+            usual.
     """
 
     def __init__(self, make: _CopyFactory, seed: int = _SEED) -> None:
@@ -584,18 +592,18 @@ class _Replica:
         return self.copied
 
     def drop(self) -> None:
-        """Free its memory; the next evaluation makes another."""
+        """Free the copy's memory; the next evaluation makes another copy."""
         self.copied = None
 
 
-def _evaluate(model: nn.Module, loss: Loss, batch: Any) -> _Evaluation:
+def _evaluate(model: nn.Module, loss: Loss, batch: object) -> _Evaluation:
     """Run a forward and a backward pass, and project each gradient as soon as it is complete."""
     projections: dict[str, float] = {}
     norms: dict[str, float] = {}
 
-    def note(name: str, parameter: torch.Tensor) -> None:
+    def project(name: str, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
-        with _disable_current_modes():  # they are of the loss; an operation under one takes ten times as long
+        with disable_current_modes():  # they are of the loss; an operation under one takes ten times as long
             projection, norm = _projected(parameter.grad)
         projections[name] = projections.get(name, 0.0) + projection
         norms[name] = norms.get(name, 0.0) + norm
@@ -604,7 +612,7 @@ def _evaluate(model: nn.Module, loss: Loss, batch: Any) -> _Evaluation:
     hooks = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            hooks.append(parameter.register_post_accumulate_grad_hook(functools.partial(note, name)))
+            hooks.append(parameter.register_post_accumulate_grad_hook(functools.partial(project, name)))
     try:
         with Branches() as branches:
             total, weight = checked_loss(loss(model, batch))
@@ -614,12 +622,12 @@ def _evaluate(model: nn.Module, loss: Loss, batch: Any) -> _Evaluation:
         for hook in hooks:
             hook.remove()
     rounding = (_relative_rounding(total), _relative_rounding(weight))
-    looks = Counter(branches.taken)
+    looks = Counter(branches.outcomes)
     return _Evaluation(float(total.detach()), float(weight), rounding, projections, norms, looks)
 
 
-def _relative_rounding(value: Any) -> float:
-    """Return what rounding may do to a sum in the dtype of `value`, relative to it; 0 for float64 and plain numbers."""
+def _relative_rounding(value: object) -> float:
+    """Return the relative rounding of a sum in the dtype of `value`; 0 for float64 and plain numbers."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return 0.0
     if value.dtype == torch.float64:
@@ -632,11 +640,11 @@ def _projected(gradient: torch.Tensor) -> tuple[float, float]:
     wide = gradient.to_dense() if gradient.is_sparse else gradient
     flat = as_real(wide.detach()).double().reshape(-1)
     # The fixed tensor is the outer product of `along` and `across`, so that it never has to be held whole.
-    rows, rest = divmod(len(flat), _WIDTH)
+    rows, remaining = divmod(len(flat), _WIDTH)
     across = _waves(_WIDTH, flat.device, 1.3, 0.4)
     along = _waves(rows, flat.device, 0.7, 0.1)
     # One number per gradient is kept, so parts can be compared although no two gradients are held at once.
-    product = flat[len(flat) - rest :] @ across[:rest]
+    product = flat[len(flat) - remaining :] @ across[:remaining]
     if rows:
         product = product + along @ (flat[: rows * _WIDTH].view(rows, _WIDTH) @ across)
     return float(product), float(flat.norm())
@@ -665,10 +673,10 @@ def _difference(
     """Describe what of the first result is not the sum of the others; return "" if all of it is.
 
     Args:
-        results: of the batch and of its parts.
-        mode: its tolerances.
-        sizes: of the parts.
-        slack: what rounding may do beyond that.
+        results: the results of the batch and of its parts.
+        mode: the mode of the trial, with its tolerances.
+        sizes: the number of samples of each part.
+        slack: the differences that rounding may make beyond the tolerances.
     """
     joint, parts = results[0], results[1:]
     together = f"for {sum(sizes)} samples together"
@@ -755,7 +763,7 @@ def _does_not_add_up(difference: str, line: str = "", is_captured: bool = False)
 
 
 def _try_without_copy(placed: ModelAdapter, workload: Workload, loader: RankLoader, trials: Sequence[Trial]) -> bool:
-    """Try the value alone, on the model that will train, in evaluation mode; return True if that gave an answer.
+    """Try only the value, on the model that will train, in evaluation mode; return True if that gave an answer.
 
     Collective where the model is split.
     """
@@ -770,7 +778,7 @@ def _try_without_copy(placed: ModelAdapter, workload: Workload, loader: RankLoad
     placed.model.eval()
     try:
         with Bystanders() as bystanders:
-            evaluate = functools.partial(_evaluate_value, placed, workload, (ModuleState(placed.model), bystanders))
+            evaluate = functools.partial(_evaluate_value, placed, workload, ModuleState(placed.model), bystanders)
             for trial in trials:
                 batches = [moved(batch, loader.device, to_float64) for batch in trial.batches]
                 results = [evaluate(batch) for batch in batches]
@@ -781,7 +789,7 @@ def _try_without_copy(placed: ModelAdapter, workload: Workload, loader: RankLoad
                     raise _does_not_add_up(difference, is_captured=placed.is_captured)
     except (PacelineError, _UndecidableError):
         raise
-    except Exception:  # the first step fails the same way, on a batch of the person's
+    except Exception:  # the first step fails the same way, on a batch of the user's
         return False
     finally:
         placed.model.train(was_training)
@@ -789,10 +797,9 @@ def _try_without_copy(placed: ModelAdapter, workload: Workload, loader: RankLoad
 
 
 def _evaluate_value(
-    placed: ModelAdapter, workload: Workload, given: tuple[ModuleState, Bystanders], batch: Any
+    placed: ModelAdapter, workload: Workload, state: ModuleState, bystanders: Bystanders, batch: object
 ) -> _Evaluation:
     """Compute loss and weight of a batch on the model that will train, and leave the model as it was."""
-    state, bystanders = given
     try:
         with bystanders.watching(placed.model), torch.enable_grad():
             total, weight = checked_loss(placed.evaluate("loss", workload.loss, batch))

@@ -23,9 +23,9 @@ def fail_together(call: str, error: Exception | None, comm: AxisComm) -> None:
     """Raise this rank's error, or one that names the first rank that has one: none waits for it. Collective.
 
     Args:
-        call: that all ranks make.
-        error: this rank's; None: it has none.
-        comm: the ranks; where this comes after what each does by itself.
+        call: the name of the call that all ranks make.
+        error: the error of this rank; None: it has none.
+        comm: the communicator of the ranks, which call this after work that each does by itself.
 
     Raises:
         FailedTogetherError: another rank has failed.
@@ -51,19 +51,17 @@ def check_same_model_everywhere(model: torch.nn.Module, comm: AxisComm) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         lines.append(f"{name} {tuple(tensor.shape)} {tensor.dtype}")
     # Only the form is compared, not values: rank 0's values are sent to all afterwards.
-    text = "\n".join(lines).encode()
+    text = "\n".join(lines)
     # The texts are sent only where their digests differ.
-    digests = [int(row) for row in comm.all_gather(torch.tensor([_seven_bytes(hashlib.sha256(text))]))]
-    other = _first_other(digests)
-    if other is None:
+    digests = [int(row) for row in comm.all_gather(torch.tensor([_seven_bytes(hashlib.sha256(text.encode()))]))]
+    index = _first_other(digests)
+    if index is None:
         return
-    texts = comm.all_gather(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    first = bytes(texts[0].tolist()).decode().split("\n")
-    second = bytes(texts[other].tolist()).decode().split("\n")
-    here, there = _first_difference(first, second)
+    texts = comm.all_gather_text(text)
+    of_first, of_other = _first_difference(texts[0].split("\n"), texts[index].split("\n"))
     raise WorkloadError(
         "all ranks should make the same model",
-        f"rank {comm.peers[0]} has {here} where rank {comm.peers[other]} has {there}",
+        f"rank {comm.peers[0]} has {of_first} where rank {comm.peers[index]} has {of_other}",
         "make the model without looking at the rank, the host or the time",
     )
 
@@ -88,16 +86,16 @@ def _first_difference(first: list[str], second: list[str]) -> tuple[str, str]:
     raise AssertionError("the digests differ, so the texts do")
 
 
-def check_same_data_everywhere(samples: int, first: Any, comm: AxisComm, warn: Callable[[str], None]) -> None:
+def check_same_data_everywhere(samples: int, first: object, comm: AxisComm, warn: Callable[[str], None]) -> None:
     """Raise WorkloadError unless all ranks' data sets are equally long; warn where their first samples differ.
 
-    A sample may differ for a good reason that only the person knows, a length may not.
+    A sample may differ for a good reason that only the user knows, a length may not.
 
     Args:
         samples: the length of this rank's data set.
-        first: its first sample.
+        first: the first sample of this rank's data set.
         comm: the axis over which the data is split.
-        warn: told, on every rank, of samples that differ.
+        warn: a function that is told, on every rank, of samples that differ.
     """
     if comm.size == 1:
         return
@@ -126,18 +124,18 @@ def check_same_start(resume: str | None, comm: AxisComm) -> None:
     A host that does not see the run directory would train from the start, and the others would wait for it.
 
     Args:
-        resume: the checkpoint, or the folder of checkpoints, that this rank was told to go on from.
-        comm: all ranks.
+        resume: the checkpoint, or the folder of checkpoints, from which this rank is to go on.
+        comm: the communicator of all ranks.
     """
     if comm.size == 1:
         return
     comm.barrier()  # no rank still writes what an earlier job of the same file saves
     steps = [int(row) for row in comm.all_gather(torch.tensor([_newest_step(resume)]))]
-    other = _first_other(steps)
-    if other is not None:
+    index = _first_other(steps)
+    if index is not None:
         raise CheckpointError(
             "all ranks should go on from the same checkpoint",
-            f"rank {comm.peers[0]} {_step_in_words(steps[0])}, rank {comm.peers[other]} {_step_in_words(steps[other])}",
+            f"rank {comm.peers[0]} {_step_in_words(steps[0])}, rank {comm.peers[index]} {_step_in_words(steps[index])}",
             "see that the run directory is one file system on all hosts, and start again",
         )
 
@@ -161,7 +159,7 @@ def _newest_step(resume: str | None) -> int:
     return max((step for step in steps if step is not None), default=0)
 
 
-def _digest(sample: Any, update: Callable[[bytes], None]) -> None:
+def _digest(sample: object, update: Callable[[bytes], None]) -> None:
     if isinstance(sample, torch.Tensor):
         update(sample.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     elif isinstance(sample, dict):

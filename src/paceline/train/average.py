@@ -15,9 +15,10 @@ from paceline.checkpoint.manifest import AVERAGE
 from paceline.checkpoint.reshard import LocalTensor, take
 from paceline.nouns.errors import UsageError
 from paceline.nouns.shard_spec import LocalShard
+from paceline.torch_private.optim import foreach_lerp_
 from paceline.train.snapshot import local_part, shard_of_parameter
 
-Held = Callable[[], Mapping[str, LocalShard]]
+Shards = Callable[[], Mapping[str, LocalShard]]
 Parameters = Callable[[], Mapping[str, torch.nn.Parameter]]
 
 
@@ -27,12 +28,12 @@ class Average:
     `job.ema` makes it.
 
     Args:
-        parameters: returns the model's parameters that are on this rank, by name.
-        held: returns which part of a parameter is here.
+        parameters: a function that returns the model's parameters that are on this rank, by name.
+        shards: a function that returns the part of each parameter that this rank holds.
         decay: the share of the average that stays with each update, from 0 to below 1.
 
     Attributes:
-        values (dict[str, torch.Tensor]): the average of what is here, by the parameter's name.
+        values (dict[str, torch.Tensor]): the average of this rank's part of each parameter, by the parameter's name.
 
     Examples:
         >>> job = paceline.distribute(workload)
@@ -41,9 +42,9 @@ class Average:
         ['weight', 'bias']
     """
 
-    def __init__(self, parameters: Parameters, held: Held, decay: float) -> None:
+    def __init__(self, parameters: Parameters, shards: Shards, decay: float) -> None:
         self.parameters = parameters
-        self.held = held
+        self.shards = shards
         self.decay = _checked(decay)
         self.is_applied = False
         self.values: dict[str, torch.Tensor] = {}
@@ -55,7 +56,7 @@ class Average:
         """Move the average towards the parameters: decay times the average, and the rest of them.
 
         Args:
-            decay: of this update; the average's own where None.
+            decay: the decay of this update; that of the average where None.
 
         Raises:
             UsageError: the averages stand in the model, or `decay` is not from 0 to below 1.
@@ -82,7 +83,7 @@ class Average:
         if not parts:
             return  # a stage without parameters
         with torch.no_grad():
-            torch._foreach_lerp_(list(self.values.values()), parts, share)
+            foreach_lerp_(list(self.values.values()), parts, share)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -131,8 +132,8 @@ class Average:
 
     def _in_model(self) -> dict[str, torch.Tensor]:
         """Return the parts of the parameters that are averaged, which are the model's memory."""
-        here = self.parameters()
-        parts = {name: local_part(here[name]) for name in self.values}
+        parameters = self.parameters()
+        parts = {name: local_part(parameters[name]) for name in self.values}
         for name, part in parts.items():
             if part.shape != self.values[name].shape:
                 self._cut(name, part)
@@ -140,32 +141,32 @@ class Average:
 
     def _cut(self, name: str, part: torch.Tensor) -> None:
         """Leave of a whole average what is here of the parameter: a loop's model is split when it is first called."""
-        whole = self.values[name]
-        shard = self.held().get(name)
-        if shard is None or shard.shard_spec.shape != whole.shape or shard.shard_spec.local_shape != part.shape:
+        full = self.values[name]
+        shard = self.shards().get(name)
+        if shard is None or shard.shard_spec.shape != full.shape or shard.shard_spec.local_shape != part.shape:
             raise UsageError(
                 "the average needs the parameters in parts, as the plan leaves them between calls of the model",
-                f"{name} has the shape {tuple(part.shape)} now, its average {tuple(whole.shape)}",
+                f"{name} has the shape {tuple(part.shape)} now, its average {tuple(full.shape)}",
                 "call ema.update and ema.applied outside of `with job.gathered()`, after optimizer.step()",
             )
-        self.values[name] = take(whole, shard.shard_spec)
+        self.values[name] = take(full, shard.shard_spec)
 
-    def parts(self, name: str, held: Mapping[str, LocalShard], size: int) -> dict[str, LocalTensor]:
-        """Return what a checkpoint saves of it.
+    def parts(self, name: str, shards: Mapping[str, LocalShard], size: int) -> dict[str, LocalTensor]:
+        """Return this rank's parts of the average, as a checkpoint saves them.
 
         Args:
-            name: of the average.
-            held: which part of a parameter is here.
-            size: ranks of the world.
+            name: the name of the average.
+            shards: the part of each parameter that this rank holds.
+            size: the number of ranks of the world.
         """
-        here = self.parameters()
+        parameters = self.parameters()
         in_model = self._in_model()
         averages = self.values
         if self.is_applied:  # the checkpoint of the averaged model has the average as well
             averages = in_model
         parts = {}
         for parameter, value in averages.items():
-            shard = shard_of_parameter(parameter, here[parameter], held, size)
+            shard = shard_of_parameter(parameter, parameters[parameter], shards, size)
             parts[f"{AVERAGE}{name}/{parameter}"] = LocalTensor(value, shard)
         return parts
 

@@ -15,7 +15,7 @@ from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.parts import shown
 from paceline.nouns.plan import Plan
-from paceline.parallel.apply import strategy_of
+from paceline.parallel.engine.declared import strategy_of
 from paceline.train.seed import kept_random_state, seed_everything
 
 _DRAWN = 0x0BDA7E  # keeps these random numbers apart from others of the seed
@@ -42,9 +42,9 @@ class BeforeUpdate:
     """Calls the user's function with the same gradients and the same random numbers on every rank.
 
     Args:
-        function: `before_update(gradients)`.
-        seed: of the job. What the function draws depends on it and the step alone.
-        device: of the rank.
+        function: the user's function `before_update(gradients)`.
+        seed: the seed of the job. What the function draws depends only on it and the step.
+        device: the device of the rank.
     """
 
     def __init__(self, function: Callable[[dict[str, torch.Tensor]], Any], seed: int, device: torch.device) -> None:
@@ -52,6 +52,10 @@ class BeforeUpdate:
         self.seed = seed
         self.device = device
         self.step = 0  # updates done before the next
+
+    def begin_step(self, step: int) -> None:
+        """Set the number of updates that are done: what the function draws depends on it."""
+        self.step = step
 
     def __call__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """Let the function change the gradients.
@@ -83,12 +87,12 @@ def _check_in_place(
         raise WorkloadError(_ASKED, f"it returned {shown(returned)}", fix)
     for name in sorted(handed.keys() | gradients.keys()):
         if gradients.get(name) is not handed.get(name):
-            what = "put another tensor in the place of"
+            change = "put another tensor in the place of"
             if name not in gradients:
-                what = "removed"
+                change = "removed"
             elif name not in handed:
-                what = "added"
-            raise WorkloadError(_ASKED, f"it {what} {name}", fix)
+                change = "added"
+            raise WorkloadError(_ASKED, f"it {change} {name}", fix)
     for name, gradient in handed.items():
         if parameters[name].grad is not gradient:
             raise WorkloadError(_ASKED, f"it gave {name} another .grad", fix)

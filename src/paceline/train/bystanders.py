@@ -74,7 +74,7 @@ class Bystanders:
     A loss may be a closure over the model, or ask a teacher that has batch norm.
 
     Args:
-        trained: models that the code must not reach.
+        trained: the models that the code must not reach.
     """
 
     def __init__(self, *trained: nn.Module) -> None:
@@ -132,10 +132,10 @@ class Bystanders:
         self._take_gradients(list(module.parameters()))
 
     def _take_gradients(self, parameters: list[nn.Parameter]) -> None:
-        taken = {id(parameter) for parameter, _ in self.gradients}
+        known = {id(parameter) for parameter, _ in self.gradients}
         for parameter in parameters:
-            if id(parameter) not in taken:
-                taken.add(id(parameter))
+            if id(parameter) not in known:
+                known.add(id(parameter))
                 self.gradients.append((parameter, parameter.grad))
                 parameter.grad = None  # a backward pass would add to it in place
 

@@ -19,26 +19,30 @@ from paceline.train.schedulers import state_of
 
 
 def check_can_save(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, held: Mapping[str, LocalShard], size: int
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    shards: Mapping[str, LocalShard],
+    size: int,
 ) -> None:
     """Raise WorkloadError where a checkpoint can't keep the model, the optimizer or the scheduler.
 
     An optimizer that is not torch's own is tried on small tensors: what it keeps is there only after a step.
 
     Args:
-        model: as the strategies left it.
-        optimizer: the job's.
-        scheduler: the job's, or None.
-        held: which part of a state tensor is here.
-        size: ranks of the world.
+        model: the model as the strategies left it.
+        optimizer: the optimizer of the job.
+        scheduler: the scheduler of the job, or None.
+        shards: the part of each state tensor that this rank holds.
+        size: the number of ranks of the world.
     """
-    for name, part in snapshot.model_parts(model, held, size).items():
+    for name, part in snapshot.model_parts(model, shards, size).items():
         _check_tensor(f"the model's {name.partition('/')[2]}", part.tensor)
     _check_groups(optimizer)
     names = snapshot.parameter_names(model, optimizer)
-    for one in alone(optimizer):
-        if not is_low_precision(one) and not all(_is_torchs(part) for part in parts_of(one)):
-            _check_state(one, names, held, size)
+    for member in alone(optimizer):
+        if not is_low_precision(member) and not all(_is_torchs(part) for part in parts_of(member)):
+            _check_state(member, names, shards, size)
     if scheduler is not None:
         snapshot.as_json("the scheduler's state", state_of(scheduler))
 
@@ -57,14 +61,17 @@ def _check_groups(optimizer: torch.optim.Optimizer) -> None:
 def _check_state(
     optimizer: torch.optim.Optimizer,
     names: Mapping[torch.nn.Parameter, str],
-    held: Mapping[str, LocalShard],
+    local_shards: Mapping[str, LocalShard],
     size: int,
 ) -> None:
     from paceline.parallel.elementwise import steps_tried  # with it comes FSDP: 0.6 s, for few optimizers
 
     for twin, small, members in steps_tried(optimizer):
         _check_groups(twin)
-        shards = {names[one]: snapshot.shard_of_its_state(names[one], one, held, size) for one in members}
+        shards = {}
+        for parameter in members:
+            name = names[parameter]
+            shards[name] = snapshot.shard_of_its_state(name, parameter, local_shards, size)
         cut = [name for name, shard in shards.items() if shard.shard_spec.cuts]
         for _, key, value, _ in snapshot.values_of_state(twin):
             tensors = [value]
@@ -76,11 +83,11 @@ def _check_state(
                     raise snapshot.no_shard_spec(f"{OPTIMIZER}{key}/{cut[0]}", tensor, tuple(small.shape))
 
 
-def _check_tensor(what: str, tensor: torch.Tensor) -> None:
+def _check_tensor(name: str, tensor: torch.Tensor) -> None:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPES or tensor.layout is not torch.strided:
         raise WorkloadError(
-            f"{what} should be a tensor that a checkpoint can keep",
+            f"{name} should be a tensor that a checkpoint can keep",
             f"it is of {dtype}, {tensor.layout}",
             f"checkpoints keep dense tensors of {', '.join(DTYPES)}; of a buffer, register it with persistent=False "
             "where the model's code makes it anew",

@@ -21,11 +21,12 @@ from paceline.nouns.errors import CheckpointError
 from paceline.train.last_checkpoint import first_failure, new_folder, temporary_folders
 
 if TYPE_CHECKING:
-    from paceline.train.job import Job
+    from paceline.train.base_job import BaseJob
+    from paceline.train.checkpoints import Checkpoints
 
 _ATTEMPTS = 2  # of the last checkpoint
 _RETRY_AFTER_S = 2.0
-_TELL_S = 3.0  # of waiting for a copy, until people are told
+_REPORT_S = 3.0  # of waiting for a copy, until the user is told
 
 
 class CheckpointCopier:
@@ -33,9 +34,9 @@ class CheckpointCopier:
 
     Args:
         url: the plan's `copy_to`; the run's copies are in the folder of its name there.
-        run_dir: of the run.
-        keep: how many stay there.
-        report: told of each copy that ended: an event.
+        run_dir: the run directory.
+        keep: the number of checkpoints that stay there.
+        report: a function that is told of each copy that ended, by an event.
     """
 
     def __init__(self, url: str, run_dir: Path, keep: int, report: Callable[[dict[str, Any]], None]) -> None:
@@ -51,7 +52,7 @@ class CheckpointCopier:
         self._lock = threading.Lock()
 
     def begin(self, folder: Path) -> None:
-        """Copy the checkpoint `folder` soon; one that still waits is left out."""
+        """Copy the checkpoint `folder` soon; one that still waits is skipped."""
         with self._lock:
             self._waiting = folder
             if self._thread is None:
@@ -66,10 +67,10 @@ class CheckpointCopier:
             self.begin(newest[0])
 
     def finish(self, notice: Callable[[str], None]) -> CheckpointError | None:
-        """Wait until the newest checkpoint is copied; return why it could not be.
+        """Wait until the newest checkpoint is copied; return the error if it could not be.
 
         Args:
-            notice: told what is waited for, where that takes long.
+            notice: a function that is told what is waited for, where that takes long.
         """
         self.failure = None
         self.is_ending = True
@@ -89,11 +90,11 @@ class CheckpointCopier:
         return self.failure
 
     def _join(self, notice: Callable[[str], None]) -> None:
-        told_s: float | None = _TELL_S
+        report_s: float | None = _REPORT_S
         while (thread := self._thread) is not None:
-            thread.join(told_s)
+            thread.join(report_s)
             if thread.is_alive():
-                told_s = None
+                report_s = None
                 notice(
                     f"the job's end waits for a copy to {self.url}; a store that does not answer is given up, and "
                     f"all checkpoints are in {self.run_dir}"
@@ -142,40 +143,13 @@ def _as_failure(error: Exception, folder: Path, url: str) -> CheckpointError:
     return kind(f"the checkpoint {folder} should be copied to {url}", found, fix or "see that it is whole")
 
 
-def copier_of(job: Job) -> CheckpointCopier | None:
-    """Return what copies the checkpoints of the job; None where the plan does not ask for it, or another rank does."""
-    if job.run_dir is None or not job.plan.copy_to or job.rank != 0:
-        return None
-    copier = CheckpointCopier(job.plan.copy_to, job.run_dir, job.plan.keep, job.report_copy)
-    copier.begin_with_newest()
-    return copier
-
-
-def finish_copies(job: Job) -> None:
-    """Wait until the run's last checkpoint is copied. Collective, but for workers of servers.
-
-    Raises:
-        CheckpointError: it can't be; it is on the disk.
-    """
-    if job.run_dir is None or not job.plan.copy_to or not job.steps.is_saving:
-        return
-    failure = None if job.copier is None else job.copier.finish(job.notice)
-    failure = first_failure(failure, job.checkpoint_folder(), job.world)
-    if failure is not None:
-        raise CheckpointError(
-            f"the run's last checkpoint should be copied to {job.plan.copy_to}",
-            failure.found,
-            f"it is in {job.run_dir}; {failure.fix}; then --resume --job {job.run_dir.name} --copy-to "
-            f"{job.plan.copy_to} copies it",
-        )
-
-
-def save_copy(job: Job, url: str) -> None:
-    """Save the job to an object store. Collective.
+def save_copy(checkpoints: Checkpoints, url: str) -> None:
+    """Save a job to an object store. Collective.
 
     Raises:
         CheckpointError: there is something else, or it can't be written.
     """
+    job = checkpoints.job
     check_url(url, "job.save")
     began_s = time.monotonic()
     failure = None
@@ -186,32 +160,22 @@ def save_copy(job: Job, url: str) -> None:
         return
     with _staging(job, url) as folder:
         checkpoint = folder / "checkpoint"
-        job.is_staging = True
-        try:
-            failure = job.write_checkpoint(checkpoint)
-        finally:
-            job.is_staging = False
+        failure = checkpoints.write_staged(checkpoint)
         if failure is None and job.rank == 0:
             failure = _failure_of(lambda: CopyFolder(url).put_checkpoint(checkpoint))
         _raise_together(job, failure, url)
-    job.events.write(
-        {
-            "event": "saved",
-            "path": url,
-            "step": job.step_number,
-            "seconds": round(time.monotonic() - began_s, 3),
-        }
-    )
+    seconds = round(time.monotonic() - began_s, 3)
+    job.events.write({"event": "saved", "path": url, "step": job.step_number, "seconds": seconds})
 
 
 @contextmanager
-def fetched(job: Job, url: str, weights_only: bool) -> Iterator[Path]:
+def fetched(job: BaseJob, url: str, weights_only: bool) -> Iterator[Path]:
     """Have the checkpoint at a URL on the disk, in a folder that all ranks see, inside the `with`. Collective.
 
     Args:
-        job: whose ranks read it.
-        url: of a checkpoint or a folder of them; with `weights_only` also of safetensors.
-        weights_only: parameters and buffers alone are needed.
+        job: the job whose ranks read it.
+        url: the URL of a checkpoint or a folder of them; with `weights_only` also of safetensors.
+        weights_only: True if only parameters and buffers are needed.
 
     Raises:
         CheckpointError: there is none that is whole, or the store can't be reached.
@@ -243,11 +207,11 @@ def _check_may_write(copies: CopyFolder) -> None:
 
 
 @contextmanager
-def _staging(job: Job, url: str) -> Iterator[Path]:
+def _staging(job: BaseJob, url: str) -> Iterator[Path]:
     """Make a folder that all ranks see, and remove it in the end. Collective."""
     name = "copy" if job.run_dir is None else job.run_dir.name
     folder = None
-    for parent in temporary_folders(job):
+    for parent in temporary_folders(job.run_dir):
         folder = new_folder(job.world, parent, f"paceline-{name}-")
         if folder is not None:
             break
@@ -259,7 +223,7 @@ def _staging(job: Job, url: str) -> Iterator[Path]:
         )
     try:
         yield folder
-        # Not after an error, which may be of one rank alone: the others would be in another collective.
+        # Not after an error, which may be of only one rank: the others would be in another collective.
         job.world.barrier()  # no rank reads any more
     finally:
         if job.rank == 0:
@@ -274,11 +238,11 @@ def _failure_of(call: Callable[[], object]) -> CheckpointError | None:
     return None
 
 
-def _raise_together(job: Job, failure: CheckpointError | None, url: str) -> None:
+def _raise_together(job: BaseJob, failure: CheckpointError | None, url: str) -> None:
     """Raise the failure of a rank on every rank. Collective."""
-    told = None
+    common = None
     if failure is not None:
-        told = CheckpointError(failure.asked, f"{failure.asked}: {failure.found}", failure.fix)
-    told = first_failure(told, Path(url), job.world)
-    if told is not None:
-        raise failure or CheckpointError(f"can't use {url}", told.found, told.fix)
+        common = CheckpointError(failure.asked, f"{failure.asked}: {failure.found}", failure.fix)
+    common = first_failure(common, Path(url), job.world)
+    if common is not None:
+        raise failure or CheckpointError(f"can't use {url}", common.found, common.fix)

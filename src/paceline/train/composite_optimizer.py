@@ -24,8 +24,8 @@ def check_parts(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
         PlanError: the plan cuts parameters, or the list of them.
         WorkloadError: a part keeps its state or its groups where a checkpoint does not find them.
     """
-    for one in alone(optimizer):
-        _check_parts(one, mesh)
+    for member in alone(optimizer):
+        _check_parts(member, mesh)
 
 
 def _check_parts(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
@@ -62,10 +62,10 @@ def restore_parts(
     """Put the saved groups and state into the parts, each in its place: the parts may share both.
 
     Args:
-        optimizer: made of several.
-        groups: in the order of `groups_of`, without their parameters.
-        state: by the number of the part in `parts_of`; what a parameter's state is.
-        like: of the parameters whose state is here the name and a tensor of that state's shape.
+        optimizer: the optimizer, which is made of several.
+        groups: the saved groups, in the order of `groups_of`, without their parameters.
+        state: the state of each parameter, by the number of the part in `parts_of`.
+        like: the name, and a tensor of the state's shape, of each parameter whose state is on this rank.
 
     Raises:
         CheckpointError: a part can't go on with its state of a parameter; nothing was changed.
@@ -95,7 +95,7 @@ def _check_state(
     parts = parts_of(optimizer)
     for part in parts:
         # Parts that share one state dict each see what all of them have saved.
-        owners = [number for number, other in enumerate(parts) if other.state is part.state]
+        owners = [number for number, candidate in enumerate(parts) if candidate.state is part.state]
         check = StateCheck(part)
         for group_number, group in enumerate(part.param_groups):
             group_settings = {**group, **settings[id(group)]}
@@ -107,7 +107,7 @@ def _check_state(
                     check.check(group_number, group_settings, *like[parameter], values)
 
 
-def _placed(part: torch.optim.Optimizer, parameter: torch.nn.Parameter, key: str, value: Any) -> Any:
+def _placed(part: torch.optim.Optimizer, parameter: torch.nn.Parameter, key: str, value: object) -> Any:
     """Move a value of the state where torch's `load_state_dict` would put it: a count of steps may stay on the CPU."""
     if not isinstance(value, torch.Tensor):
         return value

@@ -1,4 +1,4 @@
-"""Record which way the user's code went where it looked at a tensor's value, with the line that looked."""
+"""Record the branches that the user's code took where it looked at a tensor's value, with their lines."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _READS = ("item", "tolist", "__float__", "__int__", "__index__")
 
 
 class Branches:
-    """A context that records in `taken` the (file:line, outcome) of every look at a tensor's value inside it.
+    """A context that records in `outcomes` the (file:line, outcome) of every look at a tensor's value inside it.
 
     The line is the user's that looked, be it by code of torch's. The outcome of `if tensor` is what it was; where
     Python was handed a number it is None, as what becomes of it can't be seen.
 
     Args:
-        in_models: record only what is looked at in calls of modules, while gradients are taken.
+        in_models: True to record only looks in calls of modules, while gradients are taken.
     """
 
     def __init__(self, in_models: bool = False) -> None:
         self.in_models = in_models
-        self.taken: list[tuple[str, bool | None]] = []
+        self.outcomes: list[tuple[str, bool | None]] = []
         self.undo: list[Callable[[], None]] = []
 
     def __enter__(self) -> Branches:
@@ -41,7 +41,7 @@ class Branches:
                     self._replace(owner, name, original)
         return self
 
-    def _replace(self, owner: Any, name: str, original: Any) -> None:
+    def _replace(self, owner: object, name: str, original: Any) -> None:
         is_own = name in vars(owner)
 
         def recorded(*arguments: Any, **options: Any) -> Any:
@@ -52,7 +52,7 @@ class Branches:
             if not self.in_models or (torch.is_grad_enabled() and _is_in_module(sys._getframe(1))):
                 line = _line_of_user(sys._getframe(1))
             if line is not None:
-                self.taken.append((line, bool(outcome) if name in _LOOKS else None))
+                self.outcomes.append((line, bool(outcome) if name in _LOOKS else None))
             return outcome
 
         setattr(owner, name, recorded)

@@ -6,6 +6,7 @@ split when it is called first, the other is whole until then. Where the parts ar
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,23 +18,23 @@ from paceline.train import snapshot
 from paceline.train.whole_state import put_together
 
 if TYPE_CHECKING:
-    from paceline.train.job import Job
+    from paceline.train.base_job import BaseJob
 
 _NAMED = 3  # names that an error gives
 
 
-def copy_weights(job: Job, source: torch.nn.Module, target: torch.nn.Module) -> None:
+def copy_weights(job: BaseJob, source: torch.nn.Module, target: torch.nn.Module) -> None:
     """Write parameters and persistent buffers of one module to another of the same names and shapes. Collective.
 
     Args:
-        job: under any plan of a loop.
-        source: one of the job's models, or a module in one.
-        target: the same.
+        job: the job of a loop, under any plan.
+        source: one of the job's models, or a module in one of them.
+        target: the model or module to which the weights are written.
 
     Raises:
         UsageError: one is none of these, or they have other names or shapes.
     """
-    parts = snapshot.model_parts(job.model, job.parallel.held(), job.size)
+    parts = snapshot.model_parts(job.model, job.parallel.local_shards(), job.size)
     names = snapshot.names_of_state(job.model)
     read, written = (_parts_of(job, module, parts, names) for module in (source, target))
     _check_alike(read, written)
@@ -43,11 +44,11 @@ def copy_weights(job: Job, source: torch.nn.Module, target: torch.nn.Module) -> 
 
 
 def _parts_of(
-    job: Job, module: torch.nn.Module, parts: dict[str, LocalTensor], names: dict[str, str]
+    job: BaseJob, module: torch.nn.Module, parts: dict[str, LocalTensor], names: dict[str, str]
 ) -> dict[str, LocalTensor]:
     """Return this rank's parts of a module's tensors by their names in it."""
-    for path, each in job.model.named_modules():
-        if each is module:
+    for path, candidate in job.model.named_modules():
+        if candidate is module:
             prefix = f"{MODEL}{path}." if path else MODEL
             found = {name: first for name, first in names.items() if name.startswith(prefix)}
             return {name.removeprefix(prefix): parts[first] for name, first in found.items()}
@@ -59,15 +60,15 @@ def _parts_of(
 
 
 def _check_alike(source: dict[str, LocalTensor], target: dict[str, LocalTensor]) -> None:
-    shapes = [{name: part.held.shard_spec.shape for name, part in side.items()} for side in (source, target)]
+    shapes = [_shapes_of(side) for side in (source, target)]
     if shapes[0] == shapes[1]:
         return
-    other = [name for name in {**shapes[0], **shapes[1]} if shapes[0].get(name) != shapes[1].get(name)]
+    different = [name for name in {**shapes[0], **shapes[1]} if shapes[0].get(name) != shapes[1].get(name)]
     listed = []
-    for name in other[:_NAMED]:
-        there, here = (str(side[name]) if name in side else "missing" for side in shapes)
-        listed.append(f"{name} is {there} in the source and {here} in the target")
-    more = f"; and {len(other) - _NAMED} more" if len(other) > _NAMED else ""
+    for name in different[:_NAMED]:
+        in_source, in_target = (str(side[name]) if name in side else "missing" for side in shapes)
+        listed.append(f"{name} is {in_source} in the source and {in_target} in the target")
+    more = f"; and {len(different) - _NAMED} more" if len(different) > _NAMED else ""
     raise UsageError(
         "job.copy_weights copies between modules with the same names and shapes",
         "; ".join(listed) + more,
@@ -75,13 +76,17 @@ def _check_alike(source: dict[str, LocalTensor], target: dict[str, LocalTensor])
     )
 
 
-def _as_cut(source: LocalTensor, target: LocalTensor, job: Job) -> torch.Tensor:
-    """Return what the target has to have here. Collective where ranks have other parts of the two."""
-    cut, wanted = source.held.shard_spec, target.held.shard_spec
-    if cut == wanted:  # on every rank: they differ between ranks in which part it is alone
+def _shapes_of(parts: Mapping[str, LocalTensor]) -> dict[str, tuple[int, ...]]:
+    return {name: part.shard.shard_spec.shape for name, part in parts.items()}
+
+
+def _as_cut(source: LocalTensor, target: LocalTensor, job: BaseJob) -> torch.Tensor:
+    """Return the values of the target's part on this rank. Collective where the two are cut differently."""
+    source_spec, target_spec = source.shard.shard_spec, target.shard.shard_spec
+    if source_spec == target_spec:  # on every rank: specs differ between ranks only in the part
         return source.tensor
-    whole = source.tensor
-    if cut.cuts:
-        whole = torch.empty(cut.shape, dtype=source.tensor.dtype, device=source.tensor.device)
-        put_together(whole, source, job.world)
-    return take(whole, wanted) if wanted.cuts else whole
+    full = source.tensor
+    if source_spec.cuts:
+        full = torch.empty(source_spec.shape, dtype=source.tensor.dtype, device=source.tensor.device)
+        put_together(full, source, job.world)
+    return take(full, target_spec) if target_spec.cuts else full

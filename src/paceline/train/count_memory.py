@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 
-from paceline.comm.dtensor import local
+from paceline.comm.dtensor_parts import local
+from paceline.comm.step_times import peak_memory_bytes
 from paceline.parallel.low_precision_states import memory_of
 from paceline.parallel.optimizer_parts import parts_of
-from paceline.train.events import peak_memory_bytes
 
 
 def count_memory(
@@ -21,13 +21,13 @@ def count_memory(
     A storage that several tensors share counts once, as the first kind that has it.
 
     Args:
-        models: that this rank trains, or its parts of them.
-        optimizer: of these.
-        device: whose memory is counted: tensors on others, such as offloaded state, are left out.
+        models: the models that this rank trains, or its parts of them.
+        optimizer: the optimizer of these models.
+        device: the device whose memory is counted: tensors on others, such as offloaded state, are left out.
     """
     counted: set[int] = set()
-    parameters = [parameter for model in models for parameter in model.parameters()]
-    buffers = [buffer for model in models for buffer in model.buffers()]
+    parameters = list(itertools.chain.from_iterable(model.parameters() for model in models))
+    buffers = list(itertools.chain.from_iterable(model.buffers() for model in models))
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     states = [part.state for part in parts_of(optimizer)]
     is_gpu = device.type == "cuda"
@@ -60,12 +60,12 @@ def _nbytes(tensors: Iterable[torch.Tensor], device: torch.device, counted: set[
     return total
 
 
-def _tensors(value: Any, depth: int = 8) -> Iterator[torch.Tensor]:
+def _tensors(value: object, depth: int = 8) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield from memory_of(value)
     elif depth and isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each, depth - 1)
+        for item in value.values():
+            yield from _tensors(item, depth - 1)
     elif depth and isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each, depth - 1)
+        for item in value:
+            yield from _tensors(item, depth - 1)

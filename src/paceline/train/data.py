@@ -7,29 +7,42 @@ the data set's `[]` are the same whichever rank or loader worker makes them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
 
 from paceline.comm.pytree import dense_tensors_in, map_tensors, plain_values, signature, tensors_in
-from paceline.nouns.errors import WorkloadError
+from paceline.nouns.data_order import DataOrder, cut, share
+from paceline.nouns.errors import CheckpointError, WorkloadError
 from paceline.nouns.mesh import Mesh
-from paceline.nouns.order import DataOrder, cut, share
 from paceline.nouns.parts import check_data, is_stream
 from paceline.nouns.plan import Plan
 from paceline.nouns.workload import Workload
-from paceline.train.data_workers import AtHand, ends_with_rank
-from paceline.train.device_batches import on_device
+from paceline.train.loader import (
+    AtHand,
+    Collate,
+    Key,
+    Part,
+    Place,
+    Seeded,
+    default_batch,
+    load_items,
+    load_stream,
+    moved,
+    on_device,
+)
 from paceline.train.seed import kept_random_state, random_state, seed_sample
-from paceline.train.stream import as_stream
+from paceline.train.stream import COLLATE, Head, Numbered, Stream, StreamPlace, as_stream, empty
 
 # Of samples that the loss is tried on. Without a common divisor: a share of the samples, such as that which a router
 # sends somewhere, can't be the same in both parts unless it is all or none of them.
 _TRIED = (2, 3)
 EVALUATION = 0xE7A1  # keeps evaluation's random numbers apart from training's
+STREAM = "stream"  # the key of a stream's place in a checkpoint's manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +50,11 @@ class Batch:
     """This rank's part of one global batch. It may be empty on some ranks when the last batch is short.
 
     Attributes:
-        microbatches: what `collate` makes of this rank's samples, in pieces of `micro_batch_size`, on the job's device.
-        positions: of the global batch, in the global order of samples.
-        longest: micro-batches of the rank that has most of them.
-        place: of a stream, where it is after this batch.
+        microbatches: the results of `collate` for this rank's samples, in micro-batches of `micro_batch_size`, on the
+            job's device.
+        positions: the positions of the global batch, in the global order of samples.
+        longest: the number of micro-batches of the rank that has most of them.
+        place: the place of a stream after this batch; None for other data.
 
     Examples:
         >>> job = paceline.distribute(workload)
@@ -74,45 +88,21 @@ class Trial:
     """Samples as one batch, and as two: the first `sizes[0]` of them and the others.
 
     Attributes:
-        sizes: how many samples the parts have.
-        batches: all together, and the parts in the shapes of the whole batch.
-        unpadded: the parts in shapes of their own, where these are others.
+        sizes: the number of samples of each part.
+        batches: the batch of all samples, and the batches of the parts, in the shapes of the whole batch.
+        unpadded: the batches of the parts in shapes of their own, where these differ.
     """
 
     sizes: tuple[int, int]
     batches: list[Any]
-    unpadded: list[Any] = dataclasses.field(default_factory=list)
-
-
-def _started(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Start the loader's processes.
-
-    torch imports a part of its profiler when a region is first recorded, as the loader does for each batch. A process
-    that dies during that import raises in it, by torch's handler of SIGCHLD, and torch logs a traceback. So the import
-    comes before there are processes.
-    """
-    if loader.num_workers:
-        with torch.profiler.record_function("paceline: data"):
-            pass
-    return iter(loader)
-
-
-class _Positioned(Dataset[Any]):
-    """A data set read by position in the order."""
-
-    def __init__(self, data: Any, order: DataOrder, *stream: int) -> None:
-        self.data, self.order, self.stream = data, order, (order.seed, *stream)
-
-    def __getitem__(self, position: int) -> Any:
-        seed_sample(*self.stream, position)
-        return self.data[self.order.index(position)]
+    unpadded: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class RankLoader:
     """Loads what part `rank` of `size` parts needs of each global batch, in micro-batches, on its device.
 
-    `pieces_wanted` is how many micro-batches a part is to be cut into; 0 leaves it to the workload.
+    `micro_batches_wanted` is the number of micro-batches into which a part is to be cut; 0 leaves it to the workload.
     """
 
     data: Any
@@ -120,7 +110,7 @@ class RankLoader:
     rank: int
     size: int
     device: torch.device
-    pieces_wanted: int = 0
+    micro_batches_wanted: int = 0
 
     def order(self, batch_size: int, shuffle: bool = True) -> DataOrder:
         """Return the global order of the data set."""
@@ -133,14 +123,14 @@ class RankLoader:
 
     @property
     def notice(self) -> str:
-        """Return what the user should know of the data; "" where there is nothing."""
+        """Return a notice for the user about the data; "" where there is none."""
         return ""
 
-    def note(self, batch: Batch) -> None:
-        """Hear that a batch was trained on: the position says where the data is."""
+    def batch_trained(self, batch: Batch) -> None:
+        """Do nothing after a batch: the position says where the data is."""
 
     def facts(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the place in the data beside the position."""
+        """Return the place in the data, for a checkpoint, beside the position."""
         return {}
 
     def go_to(self, manifest: dict[str, Any]) -> None:
@@ -150,8 +140,8 @@ class RankLoader:
         """Return the optimizer steps of the training, 0 if unknown, and the position after the last.
 
         Args:
-            step: that were taken, perhaps with batches of another size.
-            position: after them.
+            step: the number of steps that were taken, perhaps with batches of another size.
+            position: the position after these steps.
         """
         if not len(self.data):
             return self.workload.steps or 0, 0  # the loop makes the batches
@@ -164,7 +154,7 @@ class RankLoader:
     def first_sample(self) -> Any:
         """Return the sample at position 0, which should be the same on every rank."""
         with kept_random_state():
-            return _Positioned(self.data, self.order(self.workload.batch_size))[0]
+            return self._samples(range(1))[0]
 
     def trials(self) -> list[Trial] | None:
         """Return samples of the first global batch, together and in two parts, to try the loss on; not on the device.
@@ -176,18 +166,16 @@ class RankLoader:
         if count < 2:
             return []
         first = self.order(self.workload.batch_size).batch_at(0)
-        if count >= sum(_TRIED) and self._smallest_piece(first) >= _TRIED[0]:
+        if count >= sum(_TRIED) and self._smallest_micro_batch(first) >= _TRIED[0]:
             starts = [0]
             sizes = _TRIED
         else:  # small micro-batches: perhaps no more fit into memory. Up to three pairs of samples
             starts = list(range(0, min(count, 6) - 1, 2))
             sizes = (1, 1)
-        data = _Positioned(self.data, self.order(self.workload.batch_size))
         trials = []
         with kept_random_state():
             for start in starts:
-                samples = [data[start + offset] for offset in range(sum(sizes))]
-                trial = self._trial(samples, sizes)
+                trial = self._trial(self._samples(range(start, start + sum(sizes))), sizes)
                 if trial is not None:
                     trials.append(trial)
         return trials or None
@@ -197,15 +185,14 @@ class RankLoader:
         count = min(len(self.data), self.workload.batch_size, max(_TRIED))
         if count < 2:
             return None
-        data = _Positioned(self.data, self.order(self.workload.batch_size))
-        samples = [data[position] for position in range(count)]
+        samples = self._samples(range(count))
         return self._trial([*samples, *samples], (count, count))
 
-    def _smallest_piece(self, batch: range) -> int:
+    def _smallest_micro_batch(self, batch: range) -> int:
         """Return the samples of the smallest micro-batch that any part has of a global batch."""
         sizes: list[int] = []
         for part in range(self.size):
-            sizes += [len(piece) for piece in self.pieces(batch, part)]
+            sizes += [len(microbatch) for microbatch in self.micro_batches_of(batch, part)]
         return min(sizes)
 
     def _trial(self, samples: list[Any], sizes: tuple[int, int]) -> Trial | None:
@@ -237,73 +224,219 @@ class RankLoader:
 
     def example(self) -> Any:
         """Return the first micro-batch of the first part, not cut for a pipeline: every rank can make it."""
-        first = dataclasses.replace(self, rank=0, pieces_wanted=0)
+        first = dataclasses.replace(self, rank=0, micro_batches_wanted=0)
+        return first.micro_batch(first.micro_batches_of(self.order(self.workload.batch_size).batch_at(0))[0])
+
+    def micro_batch(self, positions: range) -> Any:
+        """Load the samples at these positions in this process, and make a micro-batch of them."""
         order = self.order(self.workload.batch_size)
-        with kept_random_state():
-            return next(first._load(order, 0, order.batch_at(0).stop)).microbatches[0]
+        whole_part = Part(None, len(positions), len(positions), 0, keeps_pace=False), [_keys(order, positions)]
+        data, collate = Seeded(self.data, order.seed), collate_of(self.workload)
+        part = next(load_items(data, collate, [whole_part], AtHand(), generator=torch.Generator()))
+        return moved(part.batch[0], self.device, self.workload.precision == "float64")
+
+    def _samples(self, positions: range) -> list[Any]:
+        order = self.order(self.workload.batch_size)
+        data = Seeded(self.data, order.seed)
+        return [data[key] for key in _keys(order, positions)]
 
     def training(self, position: int, end: int) -> Iterator[Batch]:
         """Yield this rank's part of every global batch from `position` up to `end`."""
-        order = self.order(self.workload.batch_size)
-        yield from self._load(order, position, end)
+        yield from self._load(self.order(self.workload.batch_size), range(position, end))
 
     def evaluation(self) -> Iterator[Batch]:
         """Yield each sample once, in the data set's own order."""
         order = self.order(self.workload.batch_size, shuffle=False)
-        yield from self._load(order, 0, len(self.data), EVALUATION)
+        yield from self._load(order, range(len(self.data)), EVALUATION)
 
-    def _load(self, order: DataOrder, position: int, end: int, *stream: int) -> Iterator[Batch]:
-        at_hand = AtHand(len(self.pieces(range(order.batch_size))))
-        loaded = self._on_host(order, position, end, stream, at_hand)
-        for positions, batch in on_device(loaded, self.device, self.workload.precision == "float64", at_hand):
-            longest = len(self.pieces(positions, 0))  # part 0 is never smaller than another
-            yield Batch(batch.take(), positions, longest)
-
-    def _on_host(
-        self, order: DataOrder, position: int, end: int, stream: tuple[int, ...], at_hand: AtHand
-    ) -> Iterator[tuple[range, list[Any]]]:
-        """Yield the positions of every global batch, and this rank's micro-batches of it as they are loaded."""
-        workers = self.workload.loader_workers
-        # One for the whole training: worker processes start once, and load ahead across steps and epochs.
-        loader = DataLoader(
-            _Positioned(self.data, order, *stream),
-            batch_sampler=_Pieces(self, order, position, end),  # type: ignore[arg-type]
-            collate_fn=collate_of(self.workload),
-            num_workers=workers,
-            worker_init_fn=ends_with_rank(),
-            generator=torch.Generator(),  # its own, so that making a loader leaves the model's random numbers alone
-            pin_memory=self.device.type == "cuda",
+    def _load(self, order: DataOrder, positions: range, *stream: int) -> Iterator[Batch]:
+        # One DataLoader for the whole training: worker processes start once, and load ahead across steps and epochs.
+        at_hand = AtHand(len(self.micro_batches_of(range(order.batch_size))) or 1)
+        parts = load_items(
+            Seeded(self.data, order.seed, *stream),
+            collate_of(self.workload),
+            self._own_keys(order, positions),
+            at_hand,
+            generator=torch.Generator(),  # its own, so that making a loader does not change the model's random numbers
+            **self._options(),
         )
-        batches = at_hand.of(_started(loader))
-        for positions in order.batches(position, end):
-            # The sampler yields in the same order as this loop asks.
-            pieces = self.pieces(positions)
-            if workers:
-                loaded = [next(batches) for _ in pieces]
-            else:  # the data set's code runs in this process, and is not to touch the model's random numbers
-                with kept_random_state():
-                    loaded = [next(batches) for _ in pieces]
-            yield positions, loaded
+        yield from self._batches(parts, positions.start, at_hand)
 
-    def pieces(self, batch: range, part: int | None = None) -> list[range]:
+    def _own_keys(self, order: DataOrder, positions: range) -> Iterator[tuple[Part, list[list[Key]]]]:
+        """Yield this rank's parts, as yet without samples, and their keys, as asked for: there may be millions."""
+        for batch in order.batches(positions.start, positions.stop):
+            own_positions = share(batch, self.rank, self.size)
+            microbatches = self.micro_batches_of(batch) or [batch[:1]]
+            yield (
+                Part(None, len(own_positions), len(batch), 0, not own_positions),
+                [_keys(order, microbatch) for microbatch in microbatches],
+            )
+
+    def _options(self) -> dict[str, Any]:
+        return {"num_workers": self.workload.loader_workers, "pin_memory": self.device.type == "cuda"}
+
+    def _batches(self, parts: Iterator[Part], position: int, at_hand: AtHand) -> Iterator[Batch]:
+        """Yield parts as batches on the device, of which the first begins at a position."""
+        loaded = ((part._replace(batch=None), [] if part.keeps_pace else part.batch) for part in parts)
+        for part, batch in on_device(loaded, self.device, self.workload.precision == "float64", at_hand):
+            positions = range(position, position + part.of)
+            longest = len(self.micro_batches_of(positions, 0))  # part 0 is never smaller than another
+            yield Batch(batch.take(), positions, longest)
+            position = positions.stop
+
+    def micro_batches_of(self, batch: range, part: int | None = None) -> list[range]:
         """Return the positions of a part's micro-batches of a global batch; this rank's if `part` is None."""
         positions = share(batch, self.rank if part is None else part, self.size)
-        return cut_part(positions, self.pieces_wanted, self.workload.micro_batch_size)
+        return cut_part(positions, self.micro_batches_wanted, self.workload.micro_batch_size)
+
+
+@dataclass(slots=True)
+class Progress:
+    """The place after the last step."""
+
+    place: StreamPlace = field(default_factory=StreamPlace)
 
 
 @dataclass(frozen=True, slots=True)
-class _Pieces:
-    """The batch sampler of a loader. It makes positions as they are asked for: a run may be a million steps long."""
+class StreamLoader(RankLoader):
+    """A `RankLoader` of a stream. `data` is the stream's `Head`, from which a loss is tried and a model captured."""
 
-    loader: RankLoader
-    order: DataOrder
-    position: int
-    end: int
+    progress: Progress = field(default_factory=Progress)
 
-    def __iter__(self) -> Iterator[list[int]]:
-        for batch in self.order.batches(self.position, self.end):
-            for piece in self.loader.pieces(batch):
-                yield list(piece)
+    def order(self, batch_size: int, shuffle: bool = True) -> DataOrder:
+        """Return the order of the head: as it comes."""
+        return DataOrder(self.workload.seed, len(self.data), batch_size, shuffle=False)
+
+    @property
+    def samples(self) -> int:
+        """Return 0: nobody knows how many there are."""
+        return 0
+
+    @property
+    def notice(self) -> str:
+        """Return a notice about the length of a stream."""
+        if self.workload.steps:
+            return ""
+        return "the data is a stream: its end shows how many steps an epoch has, so no total and no time left is shown"
+
+    def length(self, step: int = 0, position: int = 0) -> tuple[int, int]:
+        """Return the steps that the workload asks for, 0 if the stream's end decides; the position is not known."""
+        return self.workload.steps or 0, 0
+
+    def training(self, position: int, end: int) -> Iterator[Batch]:
+        """Yield this rank's part of every global batch from the place on, up to the workload's steps or epochs.
+
+        Raises:
+            WorkloadError: the stream is empty.
+        """
+        self.data.forget()
+        place = self.progress.place
+        steps = self.workload.steps
+        while place.taken < steps if steps else place.epoch < self.workload.epochs:
+            for batch in self._epoch(place, position):
+                yield batch
+                assert batch.place is not None
+                place = batch.place
+                position = batch.positions.stop
+                if place.taken == steps:
+                    return
+            if not place.batch:
+                raise empty()
+            place = StreamPlace(place.epoch + 1, 0, place.taken)
+
+    def evaluation(self) -> Iterator[Batch]:
+        """Yield each sample once."""
+        yield from self._read(Numbered(self.data.stream, self.workload.seed ^ EVALUATION, 0), 0, 0)
+
+    def batch_trained(self, batch: Batch) -> None:
+        """Move to the place after a batch; a batch that the loop made itself does not move it."""
+        if batch.place is not None:
+            self.progress.place = batch.place
+
+    def facts(self) -> dict[str, Any]:
+        """Return the place, as a checkpoint keeps it."""
+        return {STREAM: dataclasses.asdict(self.progress.place)}
+
+    def go_to(self, manifest: dict[str, Any]) -> None:
+        """Go to the place of a checkpoint; to the beginning where it has none.
+
+        Raises:
+            CheckpointError: it is in the middle of an epoch, counted in batches of another size.
+        """
+        place = StreamPlace(**(manifest.get(STREAM) or {}))
+        saved = manifest.get("batch_size", self.workload.batch_size)
+        if place.batch and saved != self.workload.batch_size:
+            raise CheckpointError(
+                "a stream should go on at the samples that come next",
+                f"the checkpoint is after {place.batch} batches of {saved} in an epoch, and the workload's batch_size "
+                f"is {self.workload.batch_size}",
+                f"resume with batch_size={saved}, or from a checkpoint at the end of an epoch",
+            )
+        self.progress.place = place
+
+    def _epoch(self, place: StreamPlace, position: int) -> Iterator[Batch]:
+        """Yield the batches of an epoch that come after a place."""
+        stream: Stream = self.data.stream
+        stream.begin_epoch(place.epoch)
+        is_there = stream.go_on(place.state)
+        first = place.batch * self.workload.batch_size if is_there else 0
+        numbered = Numbered(stream, self.workload.seed, place.epoch, first)
+        for count, batch in enumerate(self._read(numbered, 0 if is_there else place.batch, position), 1):
+            # A worker process has a copy of the data set, whose state is not known here.
+            state = None if self.workload.loader_workers else stream.state()
+            after = StreamPlace(place.epoch, place.batch + count, place.taken + count, state)
+            yield dataclasses.replace(batch, place=after)
+
+    def _read(self, numbered: Numbered, skip: int, position: int) -> Iterator[Batch]:
+        """Yield the parts of an epoch's batches without the first `skip`; the next one begins at `position`."""
+        at_hand = AtHand()
+        place = Place(self.rank, self.size, numbered.seed, numbered.epoch)
+        options = {**self._options(), "batch_size": self.workload.batch_size}
+        parts = load_stream(numbered, _MicroBatches(self, numbered), place, at_hand, **options)
+        yield from self._batches(itertools.islice(parts, skip, None), position, at_hand)
+
+
+class _MicroBatches:
+    """Makes the micro-batches of a rank's part of a batch of a stream. What collate draws depends on its first sample.
+
+    A loader's process may be handed it, so it does not hold the loader, which has the samples of the head.
+    """
+
+    def __init__(self, loader: StreamLoader, numbered: Numbered) -> None:
+        self.collate = collate_of(loader.workload)
+        self.sizes = loader.micro_batches_wanted, loader.workload.micro_batch_size
+        self.seeds = numbered.seed, numbered.epoch
+
+    def __call__(self, samples: list[tuple[int, Any]]) -> list[Any]:
+        microbatches = []
+        for positions in cut_part(range(len(samples)), *self.sizes):
+            members = samples[positions.start : positions.stop]
+            seed_sample(*self.seeds, members[0][0], COLLATE)
+            microbatches.append(self.collate([sample for _, sample in members]))
+        return microbatches
+
+
+def rank_loader(
+    data: Any, workload: Workload, part: tuple[int, int], device: torch.device, micro_batches_wanted: int = 0
+) -> RankLoader:
+    """Return the loader of one part, of how many, of what `open_data` returned.
+
+    Raises:
+        WorkloadError: several processes should read a stream.
+    """
+    if not isinstance(data, Stream):
+        return RankLoader(data, workload, *part, device, micro_batches_wanted)
+    if workload.loader_workers > 1:
+        raise WorkloadError(
+            f"{workload.loader_workers} processes per rank should load samples (loader_workers)",
+            "the data is a stream: each of them would read all of it, and every sample come more than once",
+            "write loader_workers=1, which reads ahead, or leave it out",
+        )
+    return StreamLoader(Head(data, workload.seed, workload.batch_size), workload, *part, device, micro_batches_wanted)
+
+
+def _keys(order: DataOrder, positions: range) -> list[Key]:
+    return list(zip(order.indices(positions), positions, strict=True))
 
 
 def _sample_shapes(batch: Any) -> list[tuple[int, ...]]:
@@ -325,7 +458,7 @@ def _sample_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _collate_twice(collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[Any, bool]:
+def _collate_twice(collate: Collate, samples: list[Any]) -> tuple[Any, bool]:
     """Return a batch, and True if one of the same samples may differ: a mask, or what they are mixed with, is drawn."""
     cpu = torch.device("cpu")
     # Two ways to notice a draw: a generator of torch, Python or numpy moves, or a second batch differs.
@@ -338,58 +471,34 @@ def _collate_twice(collate: Callable[[list[Any]], Any], samples: list[Any]) -> t
     return batch, not _is_equal(batch, again)
 
 
-def _is_equal(batch: Any, other: Any) -> bool:
-    if signature(batch) != signature(other):
+def _is_equal(batch: Any, second: Any) -> bool:
+    if signature(batch) != signature(second):
         return False
-    pairs = zip(dense_tensors_in(batch), dense_tensors_in(other), strict=True)
+    pairs = zip(dense_tensors_in(batch), dense_tensors_in(second), strict=True)
     return all(torch.equal(tensor, counterpart) for tensor, counterpart in pairs)
 
 
-def cut_part(part: range, pieces_wanted: int, micro_batch_size: int | None) -> list[range]:
+def cut_part(part: range, micro_batches_wanted: int, micro_batch_size: int | None) -> list[range]:
     """Return the micro-batches of a rank's part of a batch.
 
     Args:
-        part: positions.
-        pieces_wanted: how many; 0 leaves it to the size.
-        micro_batch_size: the samples of one; all where None.
+        part: the positions of the part.
+        micro_batches_wanted: the number of micro-batches; 0 leaves it to the size.
+        micro_batch_size: the number of samples of a micro-batch; None: all of them.
     """
     size = micro_batch_size or len(part)
-    if pieces_wanted:
-        size = -(-len(part) // pieces_wanted)  # rounded up
+    if micro_batches_wanted:
+        size = -(-len(part) // micro_batches_wanted)  # rounded up
     return cut(part, max(size, 1))
 
 
-def collate_of(workload: Workload) -> Callable[[list[Any]], Any]:
-    """Return what makes a batch of a list of samples."""
-    return workload.collate or _default_collate
-
-
-def _default_collate(samples: list[Any]) -> Any:
-    return collated(samples, "hand in collate=...")
-
-
-def collated(samples: list[Any], where: str) -> Any:
-    """Make a batch as torch does, whose errors don't say what to do.
-
-    Args:
-        samples: of the batch.
-        where: what an error says of the place for another function.
-
-    Raises:
-        WorkloadError: the samples make no batch so.
-    """
-    try:
-        return default_collate(samples)
-    except (TypeError, RuntimeError, KeyError) as error:
-        raise WorkloadError(
-            "torch's default collate should make a batch of the samples",
-            f"it can't: {str(error).splitlines()[0]:.200}",
-            f"{where}, a function of a list of samples that pads them, say, and returns a batch",
-        ) from error
+def collate_of(workload: Workload) -> Collate:
+    """Return the function that makes a batch of a list of samples."""
+    return workload.collate or partial(default_batch, "hand in collate=...")
 
 
 def cut_into(plan: Plan, mesh: Mesh, workload: Workload) -> int:
-    """Return how many micro-batches a pipeline wants of a rank's part of a batch; 0 if there is no pipeline."""
+    """Return the number of micro-batches of a rank's part that a pipeline wants; 0 if there is no pipeline."""
     if mesh.size("pipeline") == 1:
         return 0
     # 0 leaves it to the workload's micro_batch_size.
@@ -402,8 +511,8 @@ def cut_without_changing(plan: Plan, micro_batches: int, coupling: str) -> int:
     """Return into how many micro-batches a pipeline cuts a batch, once it is known whether samples meet in the model.
 
     Args:
-        plan: its own number stands as it is.
-        micro_batches: what `cut_into` said.
+        plan: the plan, whose own number of micro-batches is not changed.
+        micro_batches: the number that `cut_into` returned.
         coupling: the operation in which samples meet, or "".
     """
     if coupling and micro_batches and not plan.micro_batches:

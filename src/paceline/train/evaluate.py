@@ -17,7 +17,7 @@ import torch
 from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import LossError, UsageError, WorkloadError
 from paceline.nouns.parts import shown
-from paceline.parallel.apply import Parallel
+from paceline.parallel.engine.engine import Engine
 from paceline.parallel.micro_batches import checked_loss
 from paceline.train.agree import fail_together
 from paceline.train.data import Batch
@@ -43,7 +43,7 @@ Score = Callable[[Any, Any], dict[str, tuple[Any, Any]]]
 
 
 def evaluate(
-    parallel: Parallel,
+    parallel: Engine,
     batches: Iterable[Batch],
     score: Score,
     comm: AxisComm,
@@ -53,12 +53,12 @@ def evaluate(
     """Return the global ratio of every name that `score` returns; NaN where nothing counted.
 
     Args:
-        parallel: the model as this rank holds it; put into evaluation mode for the duration.
-        batches: this rank's parts of the data.
-        score: `score(model, batch)`, a dict of (sum, weight).
+        parallel: the engine with the model as this rank holds it, which is put into evaluation mode for the duration.
+        batches: this rank's parts of the batches of the data.
+        score: the function `score(model, batch)`, which returns a dict of (sum, weight).
         comm: the axis over which the data is split.
         metrics: the torchmetrics object that `score` updates, if any.
-        is_apart: ranks compute without each other, so that the others are told where one fails.
+        is_apart: True if ranks compute without each other, so that the others are told where one fails.
 
     Raises:
         FailedTogetherError: another rank has failed.
@@ -76,11 +76,11 @@ def evaluate(
                 for number, microbatch in enumerate(parallel.in_step(batch.microbatches, batch.longest)):
                     # `in_step` fills up where every rank must run as many; what it adds does not count.
                     is_own = number < len(batch.microbatches)
-                    kept = [] if is_own else _states(metrics)
+                    states = [] if is_own else _states(metrics)
                     scores = _checked(parallel.evaluate("score", score, microbatch))
                     if is_own:
                         _add(scores, totals, parallel.device)
-                    _put_back(kept)
+                    _put_back(states)
     except Exception as error:
         if not is_apart:
             raise
@@ -110,7 +110,7 @@ def _members(metrics: Any) -> list[Any]:
     return list(metrics.values()) if hasattr(metrics, "items") else [metrics]
 
 
-def check_metrics(metrics: Any) -> None:
+def check_metrics(metrics: object) -> None:
     """Raise UsageError unless it is None, or counts and computes as torchmetrics' objects do."""
     if metrics is not None and not (hasattr(metrics, "compute") and hasattr(metrics, "reset")):
         raise UsageError(
@@ -120,15 +120,15 @@ def check_metrics(metrics: Any) -> None:
         )
 
 
-def _states(metrics: Any) -> list[tuple[Any, dict[str, Any], int]]:
+def _states(metrics: object) -> list[tuple[Any, dict[str, Any], int]]:
     """Return each metric with a copy of what it has counted, as `score` may count in place."""
     members = _members(metrics)
     return [(member, copy.deepcopy(member.metric_state), member._update_count) for member in members]
 
 
-def _put_back(kept: list[tuple[Any, dict[str, Any], int]]) -> None:
+def _put_back(states: list[tuple[Any, dict[str, Any], int]]) -> None:
     """Have metrics count what they had counted when `_states` was called."""
-    for member, state, updates in kept:
+    for member, state, updates in states:
         for name, value in state.items():
             setattr(member, name, value)
         member._update_count = updates
@@ -151,7 +151,7 @@ def _add(scores: dict[str, Any], totals: dict[str, torch.Tensor], device: torch.
         entry[1] += weight
 
 
-def _as_float(pair: Any) -> Any:
+def _as_float(pair: object) -> Any:
     """Return a pair whose sum is a count or a plain number with a tensor of a float, which `checked_loss` wants."""
     if not isinstance(pair, tuple) or len(pair) != 2:
         return pair
@@ -162,8 +162,8 @@ def _as_float(pair: Any) -> Any:
     return pair[0].double(), pair[1]
 
 
-def _described(value: Any) -> str:
-    """Return what a value is, on one line."""
+def _described(value: object) -> str:
+    """Return a description of a value on one line."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, tuple) and len(value) == 2:
@@ -217,7 +217,7 @@ def gather_rows(tensor: torch.Tensor, comm: AxisComm) -> list[torch.Tensor]:
     return [received.view(dtype).view(shape) for received, shape in zip(gathered, shapes, strict=True)]
 
 
-def _checked(result: Any) -> dict[str, Any]:
+def _checked(result: object) -> dict[str, Any]:
     if not isinstance(result, dict):
         raise WorkloadError(
             "score should return a dict of (sum, weight)",
@@ -227,12 +227,10 @@ def _checked(result: Any) -> dict[str, Any]:
     return result
 
 
-def _names_everywhere(names: list[str], comm: AxisComm) -> list[str]:
+def _names_everywhere(local_names: list[str], comm: AxisComm) -> list[str]:
     """Return the names that any rank has: a rank without a batch has none."""
-    text = "\n".join(["", *names]) or "\n"  # torch.frombuffer takes no empty buffer
-    gathered = comm.all_gather(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))
-    everywhere: set[str] = set()
-    for row in gathered:
-        everywhere.update(bytes(row.tolist()).decode().split("\n"))
-    everywhere.discard("")
-    return sorted(everywhere)
+    texts = comm.all_gather_text("\n".join(local_names))
+    names: set[str] = set()
+    for text in texts:
+        names.update(text.split("\n"))
+    return sorted(names - {""})

@@ -1,4 +1,4 @@
-"""Load a person's file for its `workload`, without running its loop."""
+"""Load a user's file for its `workload`, without running its loop."""
 
 from __future__ import annotations
 

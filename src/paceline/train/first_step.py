@@ -32,8 +32,8 @@ from paceline.comm.ledger import Ledger
 from paceline.comm.process_group import RankInfo
 from paceline.comm.shared_memory import Slot
 from paceline.nouns.control_group import available_bytes
+from paceline.nouns.data_order import share
 from paceline.nouns.errors import WorkloadError
-from paceline.nouns.order import share
 from paceline.nouns.patching import patched
 from paceline.nouns.shard_spec import LocalShard, ShardSpec
 from paceline.parallel.effects import ALONE, OWNERS, REPLICAS, SERVERS, SHARDS
@@ -43,37 +43,37 @@ from paceline.parallel.optimizer_list import as_one
 from paceline.parallel.optimizer_parts import groups_of, parts_of
 from paceline.parallel.replicate.bucket import local_gradient
 from paceline.train import snapshot
-from paceline.train.before_update import BeforeUpdate
 from paceline.train.bystanders import ModuleState
-from paceline.train.data import Batch, RankLoader, collate_of
-from paceline.train.device_batches import moved
-from paceline.train.events import TAKES_OVER
-from paceline.train.forked_process import ForkedProcess, SharedTensors, wait_for
-from paceline.train.loop_alone import END, GRADIENT, HAS_GRADIENT, STATE, UPDATE, VALUE, LoopAlone
+from paceline.train.data import Batch, RankLoader
+from paceline.train.event_log import TAKES_OVER
+from paceline.train.forked_process import ForkedProcess, wait_for
+from paceline.train.loader import moved
+from paceline.train.loop_alone import END, UPDATE, LoopAlone
 from paceline.train.loop_objects import updated_by
 from paceline.train.one_process import (
     TOLERANCES,
-    UPDATE_TOLERANCE,
+    Forms,
     Found,
-    clip,
-    first_buffer_difference,
+    Limits,
+    RanksStep,
+    answer_of,
     first_gradient_difference,
-    first_update_difference,
+    first_value_difference,
     gradients_of,
     is_rounding,
     load_whole_state,
     other_generators,
     own_batch_norms,
-    same_numbers,
     set_gradients,
-    sort_buffers,
 )
+from paceline.train.plain_step import change_gradients, clip_gradients, micro_batch
 from paceline.train.precision import autocast
 from paceline.train.rank_draws import RankDraws, dims_of_samples
-from paceline.train.seed import kept_random_state, seed_everything, seed_sample
+from paceline.train.seed import seed_everything
 from paceline.train.whole_state import put_together
 
 if TYPE_CHECKING:
+    from paceline.train.base_job import BaseJob
     from paceline.train.job import Job
     from paceline.train.loop_job import LoopJob
 
@@ -84,19 +84,18 @@ _MOST_BYTES = 2**31  # of the model: more takes long to compute
 _MOST_BYTES_OF_PARTS = 2**27  # of a model of which ranks have parts: rank 0 puts it together, by three sums of it
 _COPIES = 8  # of the model: values, gradients, an optimizer's state and the memory that both processes see
 _OWN_BATCHES = "the loop makes its own batches, of which each rank has only its part"
+_NO_MEMORY = "one process can't hold or compute the whole model beside the ranks; {} checks a smaller one"
 _SERVER_TOLERANCE = 5e-2  # of an update that is made of this process's own gradients
-
-Forms = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class FirstStep:
     """The comparison of a job: due, under way, or done.
 
     Attributes:
-        is_active: the comparison is due or under way.
-        is_due: the next step is to be compared.
-        has_differed: the step was not that of one process, and nothing may be saved.
-        process: takes the step too; None where none does.
+        is_active: True while the comparison is due or under way.
+        is_due: True if the next step is to be compared.
+        has_differed: True if the step was not that of one process: nothing may be saved.
+        process: the process that takes the step too; None where there is none.
     """
 
     def __init__(self) -> None:
@@ -104,7 +103,7 @@ class FirstStep:
         self.is_due = True
         self.has_differed = False
         self.process: ForkedProcess | None = None
-        self.shared: SharedTensors | None = None
+        self.ranks: RanksStep | None = None
         self.forms: Forms = {}
         self.recorder: _Gradients | None = None
         self.updates: set[int] = set()  # the loop's optimizers that have updated in this step
@@ -113,134 +112,103 @@ class FirstStep:
 
     def begin(self, job: Job, batch: Batch) -> None:
         """Before the step: fork the process that takes it too, if it is to be compared. Collective then."""
-        if not self.is_due:
+        if not self._may_begin(job, lambda: why_not(job, batch)):
             return
-        self.is_due = False
-        if job.plan.check == "off" or job.size == 1:
-            return
-        reason = why_not(job, batch)
-        if reason:
-            job.notice(f"first step not checked: {reason}")
-            return
-        forms = _forms(job)
-        if not _agree(job, _has_memory(job, forms)):
-            job.notice(f"first step not checked: {_no_memory(job)}")
-            return
-        self.forms = forms
-        values = _whole(job, self.forms, _model_parts(job))
+        values = _full_tensors(job, self.forms, _model_parts(job))
         states = _states(job)
         if job.parallel.has_gradients:
             self.recorder = _Gradients()
             job.parallel.add_observer(self.recorder)
-        self.began_at, self.began_s = job.step_number, job.clock.now_s()
         if job.rank == 0:
-            self.shared = _shared(self.forms, states)
-            step = partial(_compare_workload, job, batch, values, states, self.shared)
-            self.process = ForkedProcess(step)
+            self.ranks = RanksStep(self.forms, states)
+            self.process = ForkedProcess(partial(_compare_workload, job, batch, values, states, self.ranks))
             _keep(self, job)
 
     def begin_loop(self, job: LoopJob) -> LoopAlone | None:
         """As a loop gets its first batch: fork the process that runs on with whole batches. Collective then.
 
         Returns:
-            In that process, what the loop's objects compute by; None on the rank.
+            In that process, the loop's stand-in for the ranks; None on the rank.
         """
-        if not self.is_due:
-            return None
-        self.is_due = False
-        if job.plan.check == "off" or job.size == 1:
-            return None
-        reason = why_not_loop(job)
-        forms = _forms(job)
-        if not reason and not _agree(job, _has_memory(job, forms)):
-            reason = _no_memory(job)
-        if reason:
-            job.notice(f"first step not checked: {reason}")
+        if not self._may_begin(job, lambda: why_not_loop(job)):
             return None
         states = _states(job)
-        self.forms = forms
-        self.began_at, self.began_s = job.step_number, job.clock.now_s()
         if job.rank == 0:
-            self.shared = _shared(forms, states)
+            self.ranks = RanksStep(self.forms, states)
             self.process = ForkedProcess()
             if self.process.is_here:
                 be_alone()
                 _end_with_the_loop(self.process)
-                return LoopAlone(job, self.process, self.shared, states)
+                return LoopAlone(job, self.process, self.ranks, states)
             _keep(self, job)
         return None
 
+    def _may_begin(self, job: BaseJob, reason_not_to: Callable[[], str]) -> bool:
+        """Return whether this step is to be compared, and say why it is not. Collective where it may be."""
+        is_due, self.is_due = self.is_due, False
+        if not is_due or job.plan.check == "off" or job.size == 1:
+            return False
+        reason = reason_not_to()
+        forms = {} if reason else _forms(job)
+        if not reason and not _agree(job, _has_memory(job, forms)):
+            reason = _NO_MEMORY.format(_verify(job))
+        if reason:
+            job.notice(f"first step not checked: {reason}")
+            return False
+        self.forms = forms
+        self.began_at, self.began_s = job.step_number, job.clock.now_s()
+        return True
+
     def update_of_loop(self, job: LoopJob, number: int) -> None:
         """Before an update of a loop's first step: hand the gradients to the process."""
-        if self.is_due:
-            self.is_due = False
-            if job.plan.check != "off" and job.size > 1:
-                job.notice(f"first step not checked: {_OWN_BATCHES}")
-        if self.process is None or self.shared is None or not self.forms:
+        self._may_begin(job, lambda: _OWN_BATCHES)
+        if self.process is None or self.ranks is None or not self.forms:
             return
         if number in self.updates:
             self.end()
             job.notice("first step not checked: an optimizer updates twice in a step")
             return
         self.updates.add(number)
-        names = list(self.forms)
-        flags = self.shared.tensors[HAS_GRADIENT]
-        for name, parameter in updated_by(
-            job.objects.optimizers[number - 1], dict(job.model.named_parameters())
-        ).items():
-            gradient = parameter.grad
-            flags[names.index(name)] = gradient is not None
-            if gradient is not None:
-                self.shared.tensors[GRADIENT + name].copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+        updated = updated_by(job.objects.optimizers[number - 1], dict(job.model.named_parameters()))
+        self.ranks.give_gradients({name: parameter.grad for name, parameter in updated.items()})
         self.process.go(UPDATE)
 
     def end_of_loop_step(self, job: LoopJob) -> None:
         """At the end of a loop's step: hand over all else. Collective if it is compared."""
-        if not self.forms:
-            return
-        forms, self.forms = self.forms, {}
-        states = _states(job)
-        if self.process is None or self.shared is None:
-            return
-        for name, value in _whole(job, forms, _model_parts(job)).items():
-            self.shared.tensors[VALUE + name].copy_(value)
-        for number, state in enumerate(states):
-            self.shared.tensors[f"{STATE}{number}"].copy_(state)
-        self.process.go(END)
+        if self.forms:
+            self._give_values(job, END)
 
-    def step_taken(self, job: Job) -> None:
+    def step_taken(self, job: BaseJob) -> None:
         """After the step: hand what the ranks made to the process. Collective if it is compared."""
         if not self.forms:
             return
-        forms, self.forms = self.forms, {}
-        found: dict[str, torch.Tensor] = {}
         gradients: dict[str, LocalTensor] = {}
         if self.recorder is not None:
             job.parallel.remove_observer(self.recorder)
             gradients = self.recorder.parts(job)
             self.recorder = None
-        flags = torch.tensor([int(name in gradients) for name in forms])
+        flags = torch.tensor([int(name in gradients) for name in self.forms])
         if not _are_whole(job):
             job.world.aside().all_reduce(flags)
-        present = {name: form for (name, form), flag in zip(forms.items(), flags.tolist(), strict=True) if flag}
-        for name, value in _whole(job, present, gradients).items():
-            found[GRADIENT + name] = value
-        for name, value in _whole(job, forms, _model_parts(job)).items():
-            found[VALUE + name] = value
-        for number, state in enumerate(_states(job)):
-            found[f"{STATE}{number}"] = state
-        if self.process is not None and self.shared is not None:
-            for name, value in found.items():
-                self.shared.tensors[name].copy_(value)
-            self.shared.tensors[HAS_GRADIENT].copy_(flags)
-            self.process.go()
+        present = {name: form for (name, form), flag in zip(self.forms.items(), flags.tolist(), strict=True) if flag}
+        full_gradients = _full_tensors(job, present, gradients)
+        if self.ranks is not None:
+            self.ranks.give_gradients(full_gradients)
+        self._give_values(job, "g")
 
-    def poll(self, job: Job, waits: bool = False) -> None:
-        """Say the result if it is there.
+    def _give_values(self, job: BaseJob, letter: str) -> None:
+        forms, self.forms = self.forms, {}
+        values, states = _full_tensors(job, forms, _model_parts(job)), _states(job)
+        if self.process is not None and self.ranks is not None:
+            self.ranks.give_values(values, states)
+            self.process.go(letter)
+
+    def poll(self, job: BaseJob, waits: bool = False) -> None:
+        """Report the result if it is there.
 
         Args:
-            job: of the comparison.
-            waits: until it is there, or takes longer than it may.
+            job: the job of the comparison.
+            waits: True to wait until the result is there, or takes longer than it may.
 
         Raises:
             WorkloadError: the step is not that of one process.
@@ -261,7 +229,7 @@ class FirstStep:
             answer = {"reason": f"one process takes longer than {limit_s:.0f} s for it; {_verify(job)} checks it"}
         self.end()
         try:
-            _tell(job, answer, self.began_at + 1)
+            _report(job, answer, self.began_at + 1)
         except WorkloadError:
             self.has_differed = True
             raise
@@ -271,9 +239,9 @@ class FirstStep:
         if self.process is not None:
             self.process.end()
             _pending.pop(self, None)
-        self.process = self.shared = None
+        self.process = self.ranks = None
 
-    def _limit_s(self, job: Job) -> float:
+    def _limit_s(self, job: BaseJob) -> float:
         """Return the seconds that the process may compute."""
         steps = job.step_number - self.began_at
         if not steps or not job.total_steps:
@@ -282,11 +250,11 @@ class FirstStep:
         return max(LEAST_S, _SHARE * step_s * job.total_steps)
 
 
-_pending: dict[FirstStep, Job] = {}  # held, as nothing else may hold a job whose loop has ended
+_pending: dict[FirstStep, BaseJob] = {}  # held, as nothing else may hold a job whose loop has ended
 
 
-def _keep(comparison: FirstStep, job: Job) -> None:
-    """Say the result at the process's end at the latest: a job without a run directory may not be closed by anybody."""
+def _keep(comparison: FirstStep, job: BaseJob) -> None:
+    """Report the result at the latest when the process ends: a job without a run directory may never be closed."""
     if not _pending:
         atexit.unregister(_finish_at_exit)
         atexit.register(_finish_at_exit)
@@ -323,7 +291,7 @@ def leave_out_unended() -> None:
 
 
 def finish_pending() -> None:
-    """Wait for the results that have not been said, and say them.
+    """Wait for the results that were not reported, and report them.
 
     Raises:
         WorkloadError: a job's first step is not that of one process.
@@ -357,18 +325,18 @@ class _Gradients(StepObserver):
                 dense = gradient.to_dense() if gradient.is_sparse else gradient
                 self.copies[name] = dense.detach().clone()
 
-    def parts(self, job: Job) -> dict[str, LocalTensor]:
+    def parts(self, job: BaseJob) -> dict[str, LocalTensor]:
         """Return the copies as parts of whole gradients."""
-        held = job.parallel.held()
+        shards = job.parallel.local_shards()
         found = {}
         for name, copy in self.copies.items():
             everywhere = LocalShard(ShardSpec(tuple(copy.shape)), tuple(range(job.size)))
-            found[name] = LocalTensor(copy, held.get(name, everywhere))
+            found[name] = LocalTensor(copy, shards.get(name, everywhere))
         return found
 
 
-def why_not(job: Job, batch: Batch) -> str:
-    """Return why a workload's step can't be compared; "" where it can. The same on every rank."""
+def why_not(job: BaseJob, batch: Batch) -> str:
+    """Return the reason why a workload's step can't be compared; "" where it can. The same on every rank."""
     if not len(batch.positions):
         return _OWN_BATCHES
     if not job.has_same_data:
@@ -378,7 +346,7 @@ def why_not(job: Job, batch: Batch) -> str:
     return _why_not(job)
 
 
-def _why_not(job: Job) -> str:
+def _why_not(job: BaseJob) -> str:
     plan = job.plan
     for option, plain in (("compression", "none"), ("float8", "off"), ("optimizer_states", "full")):
         if getattr(plan, option) != plain:
@@ -397,29 +365,29 @@ def _why_not(job: Job) -> str:
 
 
 def why_not_loop(job: LoopJob) -> str:
-    """Return why a loop's step can't be compared; "" where it can. The same on every rank."""
+    """Return the reason why a loop's step can't be compared; "" where it can. The same on every rank."""
     if job.parallel.placement not in (REPLICAS, OWNERS) or job.shard_frozen:
         return f"ranks have parts of the loop's models; {_verify(job)} checks it"
-    if job.scalers:
+    if job.updates.scalers:
         return "with a GradScaler the first steps may be left out"
     return _why_not(job)
 
 
-def _verify(job: Job) -> str:
+def _verify(job: BaseJob) -> str:
     file = Path(sys.argv[0]).name if sys.argv else ""  # __main__ is the fork server's once the file has ended
     return f"`paceline verify --plan {job.plan.line()} {file if file.endswith('.py') else 'FILE'}`"
 
 
-def _are_whole(job: Job) -> bool:
+def _are_whole(job: BaseJob) -> bool:
     """Return whether rank 0 has all of the model."""
     return job.parallel.placement in (ALONE, REPLICAS, OWNERS, SERVERS)
 
 
-def _forms(job: Job) -> Forms:
+def _forms(job: BaseJob) -> Forms:
     """Return shape and dtype of parameters and persistent buffers, whole, by the first name of each."""
     placed: Any = job.parallel.placed
     model: torch.nn.Module = placed.split.form if placed.is_captured else job.model
-    forms: Forms = {}
+    forms = {}
     ids: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor) and id(value) not in ids:
@@ -428,31 +396,27 @@ def _forms(job: Job) -> Forms:
     return forms
 
 
-def _has_memory(job: Job, forms: Forms) -> bool:
+def _has_memory(job: BaseJob, forms: Forms) -> bool:
     nbytes = sum(int(torch.Size(shape).numel()) * dtype.itemsize for shape, dtype in forms.values())
     most = _MOST_BYTES if _are_whole(job) else _MOST_BYTES_OF_PARTS
     return nbytes <= most and _COPIES * nbytes <= available_bytes()
 
 
-def _no_memory(job: Job) -> str:
-    return f"one process can't hold or compute the whole model beside the ranks; {_verify(job)} checks a smaller one"
-
-
-def _agree(job: Job, is_possible: bool) -> bool:
-    """Return what rank 0 thinks of it. Collective, but for workers of servers."""
+def _agree(job: BaseJob, is_possible: bool) -> bool:
+    """Return rank 0's answer on every rank. Collective, but for workers of servers."""
     flag = torch.tensor([int(is_possible)])
     if job.parallel.placement != SERVERS:
         job.world.aside().broadcast(flag)
     return bool(flag)
 
 
-def _model_parts(job: Job) -> dict[str, LocalTensor]:
-    parts = snapshot.model_parts(job.model, job.parallel.held(), job.size)
+def _model_parts(job: BaseJob) -> dict[str, LocalTensor]:
+    parts = snapshot.model_parts(job.model, job.parallel.local_shards(), job.size)
     return {name.removeprefix(MODEL): part for name, part in parts.items()}
 
 
-def _whole(job: Job, forms: Forms, parts: Mapping[str, LocalTensor]) -> dict[str, torch.Tensor]:
-    """Return copies of whole tensors on rank 0. Collective where ranks have parts."""
+def _full_tensors(job: BaseJob, forms: Forms, parts: Mapping[str, LocalTensor]) -> dict[str, torch.Tensor]:
+    """Return copies of the full tensors on rank 0. Collective where ranks have parts."""
     found = {}
     for name, (shape, dtype) in forms.items():
         part = parts.get(name)
@@ -460,32 +424,22 @@ def _whole(job: Job, forms: Forms, parts: Mapping[str, LocalTensor]) -> dict[str
             if job.rank == 0 and part is not None:
                 found[name] = part.tensor.clone()
             continue
-        whole = torch.empty(shape, dtype=dtype)
-        put_together(whole, part, job.world.aside())
+        full = torch.empty(shape, dtype=dtype)
+        put_together(full, part, job.world.aside())
         if job.rank == 0:
-            found[name] = whole
+            found[name] = full
     return found
 
 
-def _states(job: Job) -> list[torch.Tensor]:
+def _states(job: BaseJob) -> list[torch.Tensor]:
     """Return the states of torch's generators, of one rank for each part of the batch. Collective."""
-    own = torch.get_rng_state()
+    state_here = torch.get_rng_state()
     if job.parallel.placement == SERVERS:  # there is nothing between workers
-        return [own] * job.mesh.data_size
+        return [state_here] * job.mesh.data_size
     by_part: dict[int, torch.Tensor] = {}
-    for rank, state in zip(job.world.peers, job.world.aside().all_gather(own), strict=True):
+    for rank, state in zip(job.world.peers, job.world.aside().all_gather(state_here), strict=True):
         by_part.setdefault(job.mesh.data_part(rank), state)
     return [by_part[part] for part in sorted(by_part)]
-
-
-def _shared(forms: Forms, states: list[torch.Tensor]) -> SharedTensors:
-    tensors = []
-    for prefix in (GRADIENT, VALUE):
-        tensors += [(prefix + name, shape, dtype) for name, (shape, dtype) in forms.items()]
-    for number, state in enumerate(states):
-        tensors.append((f"{STATE}{number}", tuple(state.shape), state.dtype))
-    tensors.append((HAS_GRADIENT, (len(forms),), torch.int64))
-    return SharedTensors(tensors)
 
 
 def be_alone() -> None:
@@ -499,16 +453,16 @@ def be_alone() -> None:
             setattr(owner, name, _refuse_message)
 
 
-def _refuse_message(*arguments: Any, **named: Any) -> NoReturn:
+def _refuse_message(*arguments: object, **named: object) -> NoReturn:
     raise RuntimeError("a message to other ranks")
 
 
 def _compare_workload(
-    job: Job,
+    job: BaseJob,
     batch: Batch,
     values: Mapping[str, torch.Tensor],
     states: list[torch.Tensor],
-    shared: SharedTensors,
+    ranks: RanksStep,
     wait: Callable[[], str],
 ) -> dict[str, Any]:
     """Take the step of a workload in this process, and compare; return what was found, as JSON."""
@@ -517,7 +471,7 @@ def _compare_workload(
         step = _WorkloadStep(job, batch, values, states)
         step.take()
         wait()
-        return step.compare(shared, list(values))
+        return step.compare(ranks)
     except Exception as error:  # of the user's code, or a place where one process differs from a rank
         return {"reason": _not_taken(error)}
 
@@ -525,7 +479,9 @@ def _compare_workload(
 class _WorkloadStep:
     """The first step of a workload in one process."""
 
-    def __init__(self, job: Job, batch: Batch, values: Mapping[str, torch.Tensor], states: list[torch.Tensor]) -> None:
+    def __init__(
+        self, job: BaseJob, batch: Batch, values: Mapping[str, torch.Tensor], states: list[torch.Tensor]
+    ) -> None:
         self.job = job
         self.workload = job.workload
         self.values = values
@@ -556,6 +512,10 @@ class _WorkloadStep:
         with torch.no_grad():
             for name, value in self.values.items():
                 tensors[name].detach().copy_(value)
+        # The loop may have frozen or released parameters since the job was made.
+        is_trained = {name: parameter.requires_grad for name, parameter in self.job.model.named_parameters()}
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(is_trained.get(name, parameter.requires_grad))
         return model  # type: ignore[no-any-return]
 
     def _load(self, batch: Batch) -> list[tuple[Any, list[int]]]:
@@ -565,21 +525,15 @@ class _WorkloadStep:
         loader: Any = self.job.loader
         loaded = []
         for part in range(len(self.parts)):
-            for piece in loader.pieces(batch.positions, part):
-                samples = [len(piece) if each == part else 0 for each in range(len(self.parts))]
-                loaded.append((self._collated(piece), samples))
+            for positions in loader.micro_batches_of(batch.positions, part):
+                samples = [0] * len(self.parts)
+                samples[part] = len(positions)
+                loaded.append((self._collated(positions), samples))
         return loaded
 
     def _collated(self, positions: range) -> Any:
         loader: Any = self.job.loader
-        order = loader.order(self.workload.batch_size)
-        with kept_random_state():
-            samples = []
-            for position in positions:
-                seed_sample(order.seed, position)
-                samples.append(loader.data[order.index(position)])
-            collated = collate_of(self.workload)(samples)
-        return moved(collated, self.job.device, self.workload.precision == "float64")
+        return micro_batch(self.workload, loader.data, positions, self.workload.precision == "float64")
 
     def take(self) -> None:
         """Compute the gradients."""
@@ -597,7 +551,7 @@ class _WorkloadStep:
         self.others_draw = before != other_generators()
 
     def _find_dims(self) -> None:
-        """Find out which dimension of each draw the samples have, from a forward pass with the first rank's."""
+        """Find the samples' dimension of each draw, from a forward pass with the samples of the first rank."""
         part = next(part for part in self.parts if part)
         draws = RankDraws(self.first_states[:1])
         draws.samples = [len(part)]
@@ -616,34 +570,28 @@ class _WorkloadStep:
                     patched(torch.compiler, is_compiling=lambda: True) if self.job.plan.is_compiled else nullcontext()
                 )
                 with autocast(self.workload.precision, "cpu"), asked:
-                    total, own = checked_loss(self.workload.loss(model, batch))
+                    total, batch_weight = checked_loss(self.workload.loss(model, batch))
                 losses.append((total, samples))
-                weight += float(own)
+                weight += float(batch_weight)
             for total, samples in losses:
                 draws.samples = samples
                 (total / weight).backward()  # type: ignore[no-untyped-call]
 
-    def compare(self, shared: SharedTensors, names: list[str]) -> dict[str, Any]:
+    def compare(self, ranks: RanksStep) -> dict[str, Any]:
         """Return the first difference from what the ranks made; or why there can be no comparison."""
         if self.others_draw:
             return {"reason": "the model draws by numpy or Python, on each rank other numbers"}
-        states = [shared.tensors[f"{STATE}{number}"] for number in range(len(self.draws.states))]
         if self.draws.has_drawn and not self.job.parallel.has_gradients:
             return {"reason": "the model draws random numbers, and workers of servers know their own only"}
         if self.draws.has_drawn and self.job.mesh.size("pipeline") > 1:
             return {
                 "reason": f"under pipeline each stage draws from a generator of its own; {_verify(self.job)} checks it"
             }
-        if not same_numbers(self.draws.states, states):
+        if not ranks.drew_as(self.draws.states):
             if self._are_draws_known():
                 return {"kind": "draws", "name": "the ranks", "distance": 1.0}
             return {"reason": "the model draws random numbers that do not belong to samples, on each rank others"}
-        found = self._difference(shared, names)
-        if found is None:
-            return {}
-        if self.draws.has_drawn and not self.draws.is_certain:
-            return {"reason": "it is not certain which random numbers belong to which samples"}
-        return {"kind": found.kind, "name": found.name, "distance": found.distance}
+        return answer_of(self._difference(ranks), self.draws)
 
     def _are_draws_known(self) -> bool:
         """Return whether the ranks must have drawn as this process did: each for its samples, by the model's code."""
@@ -651,34 +599,21 @@ class _WorkloadStep:
             return False
         return self.draws.has_drawn and self.draws.is_certain and all(self.parts)
 
-    def _difference(self, shared: SharedTensors, names: list[str]) -> Found | None:
+    def _difference(self, ranks: RanksStep) -> Found | None:
         tolerance = TOLERANCES[self._precision()]
-        values = {name: shared.tensors[VALUE + name] for name in names}
-        update_tolerance, floor = UPDATE_TOLERANCE, 0.0
-        if self.job.parallel.has_gradients:
-            flags = shared.tensors[HAS_GRADIENT].tolist()
-            ranks = {}
-            for name, flag in zip(names, flags, strict=True):
-                if flag:
-                    ranks[name] = shared.tensors[GRADIENT + name]
-            found = first_gradient_difference(self.gradients, ranks, tolerance)
-            if found is not None and not self._is_rounding(found):
-                return found
-            set_gradients(self.parameters, ranks)
-        else:
-            update_tolerance, floor = max(tolerance, _SERVER_TOLERANCE), 1e-2
-        self._update()
-        here = {name: parameter.detach() for name, parameter in self.parameters.items() if name in values}
-        found = first_update_difference((self.values, here, values), update_tolerance, floor)
-        if found is not None:
-            return found
-        statistics, others = sort_buffers(self.model, values)
         # Where ranks cut their parts into micro-batches they do not share statistics.
         are_shared = self.workload.micro_batch_size is None or len(self.parts) == 1
-        found = first_buffer_difference(statistics, values, tolerance) if are_shared else None
-        if found is not None:
-            return Found("statistics", found.name, found.distance)
-        return first_buffer_difference(others, values, tolerance)
+        limits = Limits(tolerance, are_statistics_shared=are_shared)
+        if self.job.parallel.has_gradients:
+            gradients = ranks.gradients()
+            found = first_gradient_difference(self.gradients, gradients, tolerance)
+            if found is not None and not self._is_rounding(found):
+                return found
+            set_gradients(self.parameters, gradients)
+        else:
+            limits = Limits(tolerance, max(tolerance, _SERVER_TOLERANCE), 1e-2, are_shared)
+        self._update()
+        return first_value_difference(self.model, self.values, ranks.values(), limits)
 
     def _precision(self) -> str:
         if self.workload.precision != "float32":
@@ -704,31 +639,31 @@ class _WorkloadStep:
 
     def _update(self) -> None:
         """Run the optimizer on this process's parameters, whose gradients are set."""
-        is_resumed = self.job.loaded_folder is not None  # then the ranks' optimizer is compared with the checkpoint
+        is_resumed = (
+            self.job.checkpoints.loaded_folder is not None
+        )  # then the ranks' optimizer is compared with the checkpoint
         optimizer = self.job.optimizer if self.is_own and not is_resumed else self._optimizer()
-        if self.workload.before_update is not None:
-            change = BeforeUpdate(self.workload.before_update, self.workload.seed, self.job.device)
-            change.step = self.job.step_number
-            change(self.parameters)
+        change_gradients(self.workload, self.parameters, self.job.step_number)
         if self.workload.clip_norm is not None:
-            clip(self.parameters, self.workload.clip_norm)
+            gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+            clip_gradients(gradients, self.workload.clip_norm)
         optimizer.step()
 
     def _optimizer(self) -> Any:
         """Make the optimizer, with the state and the settings that the ranks' has."""
         optimizer = as_one(self.workload.optimizer(self.model))
-        if self.job.loaded_folder is not None:
-            load_whole_state(self.job.loaded_folder, self.model, optimizer)
-        for own, ranks in zip(groups_of(optimizer), groups_of(self.job.optimizer), strict=True):
-            own.update({key: value for key, value in ranks.items() if key != "params"})
-        for made, theirs in zip(parts_of(optimizer), parts_of(self.job.optimizer), strict=True):
+        if self.job.checkpoints.loaded_folder is not None:
+            load_whole_state(self.job.checkpoints.loaded_folder, self.model, optimizer)
+        for group, group_of_ranks in zip(groups_of(optimizer), groups_of(self.job.optimizer), strict=True):
+            group.update({key: value for key, value in group_of_ranks.items() if key != "params"})
+        for part, part_of_ranks in zip(parts_of(optimizer), parts_of(self.job.optimizer), strict=True):
             for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-                vars(made)[hooks] = vars(theirs).get(hooks, {})  # the loop may have registered more since
+                vars(part)[hooks] = vars(part_of_ranks).get(hooks, {})  # the loop may have registered more since
         return optimizer
 
 
-def _tell(job: Job, answer: Mapping[str, Any], step: int) -> None:
-    """Say what was found.
+def _report(job: BaseJob, answer: Mapping[str, object], step: int) -> None:
+    """Report the result of the comparison.
 
     Raises:
         WorkloadError: a difference.
@@ -755,7 +690,7 @@ _CAUSES = {
     "statistics": "a batch norm takes the statistics of a part of the batch",
     "draws": "a rank drew for other samples than its own",
 }
-_WHAT = {
+_SUBJECTS = {
     "gradient": "the gradient of",
     "update": "the update of",
     "statistics": "the batch norm's statistic",
@@ -763,10 +698,10 @@ _WHAT = {
 }
 
 
-def _difference_error(job: Job, answer: Mapping[str, Any]) -> WorkloadError:
+def _difference_error(job: BaseJob, answer: Mapping[str, Any]) -> WorkloadError:
     return WorkloadError(
         f"the ranks' first step should be that of one process ({job.plan.line()})",
-        f"{_WHAT[answer['kind']]} {answer['name']} differs by {answer['distance']:.1e} of its norm; likely cause: "
+        f"{_SUBJECTS[answer['kind']]} {answer['name']} differs by {answer['distance']:.1e} of its norm; likely cause: "
         f"{_CAUSES[answer['kind']]}; nothing was saved",
         f"see {_verify(job)} for the first module that differs, or train by replicate; --no-check trains on",
     )

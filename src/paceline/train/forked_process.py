@@ -30,7 +30,7 @@ class SharedTensors:
     """Tensors in memory that a process and its forks share, by name.
 
     Args:
-        forms: name, shape and dtype of each.
+        forms: the name, shape and dtype of each tensor.
     """
 
     def __init__(self, forms: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> None:
@@ -55,11 +55,11 @@ class ForkedProcess:
     """A process forked from this one, which it outlives by nothing.
 
     Args:
-        main: runs there, is handed `wait`, and returns the answer. None: the process goes on where this one does, with
-            `is_here` set, until it calls `reply`.
+        main: the function that runs there, is handed `wait`, and returns the answer. None: the process goes on where
+            this one does, with `is_here` set, until it calls `reply`.
 
     Attributes:
-        is_here: this is the forked process.
+        is_here: True in the forked process.
     """
 
     def __init__(self, main: Callable[[Callable[[], str]], dict[str, Any]] | None = None) -> None:
@@ -81,10 +81,10 @@ class ForkedProcess:
         except BaseException:
             os._exit(1)
 
-    def go(self, what: str = "g") -> None:
-        """Let `wait` return one letter in the process; it has what it needs of this one."""
+    def go(self, letter: str = "g") -> None:
+        """Let `wait` return one letter in the process; it has all that it needs from this one."""
         with contextlib.suppress(OSError):  # it has ended
-            os.write(self._go, what.encode())
+            os.write(self._go, letter.encode())
 
     def wait(self) -> str:
         """In the process: wait for `go`, and return its letter."""
@@ -133,12 +133,12 @@ class ForkedProcess:
         os.close(self._answers)
 
 
-def _isolate(kept: set[int]) -> None:
+def _isolate(open_fds: set[int]) -> None:
     """Leave to this process none of the rank's connections and places in files, and nothing that it could write to."""
     null = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/proc/self/fd"):
         fd = int(name)
-        if fd in kept or fd == null:
+        if fd in open_fds or fd == null:
             continue
         with contextlib.suppress(OSError):  # that of the listing is closed
             _take_from(fd, null)
@@ -156,17 +156,17 @@ def _take_from(fd: int, null: int) -> None:
     elif stat.S_ISREG(mode) and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
         # Opened anew: reading on moves the place of this process only.
         place = os.lseek(fd, 0, os.SEEK_CUR)
-        own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
-        os.lseek(own, place, os.SEEK_SET)
-        os.dup2(own, fd, inheritable=False)
-        os.close(own)
+        opened = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+        os.lseek(opened, place, os.SEEK_SET)
+        os.dup2(opened, fd, inheritable=False)
+        os.close(opened)
 
 
 def wait_for(process: ForkedProcess, limit_s: float, stuck_s: float) -> dict[str, Any] | None:
     """Wait for a process's answer; None where it takes longer.
 
     Args:
-        process: forked.
+        process: the forked process.
         limit_s: the most seconds that it may compute.
         stuck_s: the most seconds in which it may compute nothing.
     """

@@ -2,7 +2,7 @@
 
 Two ways compute the next tokens. Without a cache each token takes a pass over the whole sequence, padded on its right
 to one length: a causal model does not see what follows, and a captured graph has one shape. With a cache of keys and
-values each token takes a pass over itself alone, by the model's own code: under `tensor` and `pipeline`, whose graphs
+values each token takes a pass only over itself, by the model's own code: under `tensor` and `pipeline`, whose graphs
 have no cache, on a whole copy of the model that each rank makes for the call.
 
 A row's tokens don't depend on the others: greedy ones are those of the largest logit, and drawn ones come from a number
@@ -35,10 +35,10 @@ class Ranks:
     """Which rows this rank takes, and which ranks go on together.
 
     Attributes:
-        part, parts: this rank's number among those with different rows, and how many they are.
-        alike: the ranks with the same rows; they take the tokens of the first.
-        together: all ranks that call the model equally often; None: each goes at its own pace.
-        world: all ranks.
+        part, parts: the number of this rank among those with different rows, and their number.
+        alike: the communicator of the ranks with the same rows; they take the tokens of the first.
+        together: the communicator of the ranks that call the model equally often; None: each goes at its own pace.
+        world: the communicator of all ranks.
     """
 
     part: int
@@ -52,35 +52,35 @@ def generate(prompts: Rows, decoding: Decoding, step: Step, ranks: Ranks) -> lis
     """Return each row with its new tokens, up to and with the first end token; the same on every rank. Collective.
 
     Args:
-        prompts: each a vector of tokens.
-        decoding: how many tokens, and how they are chosen.
-        step: computes logits.
-        ranks: who does what.
+        prompts: the tokens of each row, a vector.
+        decoding: the number of tokens, and the way in which they are chosen.
+        step: the step that computes the logits.
+        ranks: the ranks, and the rows of each.
     """
-    made: Rows = {}
+    generated: Rows = {}
     failure = None
     try:
         for group in step.groups(prompts):
-            own = group[ranks.part :: ranks.parts]
-            if not own and ranks.together is None:
+            own_rows = group[ranks.part :: ranks.parts]
+            if not own_rows and ranks.together is None:
                 continue
             # A rank without a row of the group computes along with the first.
-            rows = {row: prompts[row] for row in own or group[:1]}
+            rows = {row: prompts[row] for row in own_rows or group[:1]}
             found = _continue(rows, decoding, step, ranks)
-            made.update({row: found[row] for row in own})
+            generated.update({row: found[row] for row in own_rows})
     except Exception as error:
         if ranks.together is not None:  # the others fail too, or wait for this rank elsewhere
             raise
         failure = error
     if ranks.together is None:
         fail_together("job.generate", failure, ranks.world)
-    return _of_all(made, len(prompts), ranks)
+    return _of_all(generated, len(prompts), ranks)
 
 
 def _continue(rows: Rows, decoding: Decoding, step: Step, ranks: Ranks) -> Rows:
     """Return rows with their new tokens."""
     step.begin(rows, decoding.max_new_tokens)
-    made = {row: tokens.tolist() for row, tokens in rows.items()}
+    generated = {row: tokens.tolist() for row, tokens in rows.items()}
     lengths = {row: len(tokens) for row, tokens in rows.items()}
     ended: set[int] = set()
     for number in range(decoding.max_new_tokens):
@@ -89,12 +89,12 @@ def _continue(rows: Rows, decoding: Decoding, step: Step, ranks: Ranks) -> Rows:
         ranks.alike.broadcast(chosen, 0)
         step.append(chosen)
         for row, token in zip(rows, chosen.tolist(), strict=True):
-            made[row].append(token)
+            generated[row].append(token)
             if token in decoding.end_tokens:
                 ended.add(row)
         if decoding.end_tokens and _have_all_ended(len(ended) == len(rows), ranks):
             break
-    return {row: torch.tensor(_up_to_end(made[row], lengths[row], decoding.end_tokens)) for row in rows}
+    return {row: torch.tensor(_up_to_end(generated[row], lengths[row], decoding.end_tokens)) for row in rows}
 
 
 def _have_all_ended(is_done: bool, ranks: Ranks) -> bool:
@@ -112,10 +112,10 @@ def _up_to_end(tokens: list[int], length: int, end_tokens: Sequence[int]) -> lis
     return tokens
 
 
-def _of_all(made: Rows, count: int, ranks: Ranks) -> list[torch.Tensor]:
+def _of_all(generated: Rows, count: int, ranks: Ranks) -> list[torch.Tensor]:
     """Return every row on every rank. Collective."""
     numbers: list[int] = []
-    for row, tokens in made.items():
+    for row, tokens in generated.items():
         numbers += [row, len(tokens), *tokens.tolist()]
     rows: Rows = {}
     for sent in ranks.world.all_gather(torch.tensor(numbers, dtype=torch.int64)):
@@ -132,7 +132,7 @@ class Step:
     """Computes the logits of the next token of each row, again and again."""
 
     def groups(self, prompts: Rows) -> list[list[int]]:
-        """Return which rows go through the model together."""
+        """Return the groups of rows that go through the model together."""
         raise NotImplementedError
 
     def begin(self, rows: Rows, new_tokens: int) -> None:
@@ -152,9 +152,9 @@ class WholeStep(Step):
     """Computes each token from the whole sequence.
 
     Args:
-        evaluate: runs `function(model, batch)`, as `Parallel.evaluate` does.
-        choose: returns the model to call; it is handed the one that `evaluate` gives.
-        device: of the model.
+        evaluate: a function that runs `function(model, batch)`, as `Parallel.evaluate` does.
+        choose: a function that returns the model to call; it is handed the one that `evaluate` gives.
+        device: the device of the model.
     """
 
     def __init__(self, evaluate: Evaluate, choose: Callable[[Any], Any], device: torch.device) -> None:
@@ -199,9 +199,9 @@ class WholeStep(Step):
         """Raise WorkloadError if padding changes the logits before it."""
         places = torch.arange(self.tokens.shape[1], device=self.device)
         is_padding = places >= self.at[:, None]
-        other = self._run(torch.where(is_padding, torch.ones_like(self.tokens), self.tokens))
+        changed = self._run(torch.where(is_padding, torch.ones_like(self.tokens), self.tokens))
         scale = logits.abs().max().clamp(min=1.0)
-        if (other - logits).abs().max() > 1e-2 * scale:
+        if (changed - logits).abs().max() > 1e-2 * scale:
             raise WorkloadError(
                 "job.generate needs a causal model, whose logits depend on the tokens before alone",
                 "other tokens after a position changed its logits",
@@ -218,7 +218,7 @@ class CachedStep(Step):
     """Computes each token from a cache of the keys and values of those before.
 
     Args:
-        evaluate, choose, device: as `WholeStep` has them; the model's own code runs.
+        evaluate, choose, device: the arguments of `WholeStep`; the model's own code runs.
     """
 
     def __init__(self, evaluate: Evaluate, choose: Callable[[Any], Any], device: torch.device) -> None:
@@ -248,7 +248,7 @@ class CachedStep(Step):
         return found.double().cpu()
 
     def append(self, tokens: torch.Tensor) -> None:
-        """Have the next pass take these tokens alone."""
+        """Have the next pass take only these tokens."""
         self.tokens = tokens[:, None].to(self.device)
 
 
@@ -268,8 +268,8 @@ def check_generates(model: nn.Module, longest: int) -> None:
     """Raise WorkloadError for a model that tells by its config that it can't generate, or not so many tokens.
 
     Args:
-        model: the user's.
-        longest: tokens of the longest row with its new ones.
+        model: the user's model.
+        longest: the number of tokens of the longest row with its new ones.
     """
     config = getattr(model, "config", None)
     can_generate = getattr(model, "can_generate", None)
@@ -320,7 +320,7 @@ def call_with_cache(model: nn.Module, tokens: torch.Tensor, cache: dict[Any, Any
 
 
 def _name_of_cache(model: nn.Module) -> str:
-    """Return what a model of transformers calls its cache: newer versions warn of the older name."""
+    """Return the name of a transformers model's cache: newer versions warn of the older name."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
@@ -342,7 +342,7 @@ def _checked(result: Any, tokens: torch.Tensor) -> torch.Tensor:
         rows = [result["logits"]] if "logits" in result else list(result.values())
     elif rows == [None] and isinstance(result, tuple | list):
         rows = list(result)
-    found = [one for one in rows if _may_be_logits(one, tokens)]
+    found = [row for row in rows if _may_be_logits(row, tokens)]
     if len(found) != 1:
         described = "several tensors that could be them" if found else _described(result, rows)
         raise WorkloadError(
@@ -358,8 +358,8 @@ def _may_be_logits(value: Any, tokens: torch.Tensor) -> bool:
 
 
 def _described(result: Any, rows: Sequence[Any]) -> str:
-    """Return what a model returns that has no logits."""
-    shapes = [f"{tuple(one.shape)}" for one in rows if isinstance(one, torch.Tensor)]
+    """Return a description of a model's result that has no logits."""
+    shapes = [f"{tuple(row.shape)}" for row in rows if isinstance(row, torch.Tensor)]
     if isinstance(result, torch.Tensor) or not shapes:
         return f"logits of shape {shapes[0]}" if shapes else f"a {type(result).__name__}"
     return f"a {type(result).__name__} with tensors of shape {' and '.join(shapes)}"
@@ -371,13 +371,13 @@ def whole_copy(
     """Return a model with the values that all ranks have parts of, whole on this rank. Collective.
 
     Args:
-        make: makes the model, with any values; its random numbers are drawn and put back.
+        make: the function that makes the model, with any values; its random numbers are drawn and put back.
         parts: this rank's parts of parameters and persistent buffers, as `snapshot.model_parts` gives them.
         names: the names of all of them, as `snapshot.names_of_state` gives them.
-        comm: all ranks.
+        comm: the communicator of all ranks.
     """
     from paceline.checkpoint.manifest import MODEL
-    from paceline.train.extra_state import state_tensors
+    from paceline.train.python_state import state_tensors
     from paceline.train.whole_state import put_together
 
     with torch.random.fork_rng():

@@ -1,4 +1,4 @@
-"""How a job generates: which model, by which way, and which rank takes what."""
+"""Generate with a job's model: choose the model, the kind of step, and the rows of each rank."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from paceline.train.generate import (
 from paceline.train.precision import autocast
 
 if TYPE_CHECKING:
-    from paceline.train.job import Job
+    from paceline.train.base_job import BaseJob
 
 
-def generate_with(job: Job, prompts: Any, max_new_tokens: Any, options: dict[str, Any]) -> list[torch.Tensor]:
-    """Do what `Job.generate` says. Collective, but for workers of servers, which each do all of it."""
-    given = dict(options)
-    asked = given.pop("model", None)
-    decoding = Decoding.of(max_new_tokens, given)
+def generate_with(job: BaseJob, prompts: Any, max_new_tokens: Any, options: dict[str, Any]) -> list[torch.Tensor]:
+    """Do what `job.generate` says. Collective, but for workers of servers, which each do all of it."""
+    decoding_options = dict(options)
+    asked = decoding_options.pop("model", None)
+    decoding = Decoding.of(max_new_tokens, decoding_options)
     rows = checked_prompts(prompts)
     chosen = _chosen(job, asked)
     longest = max(len(tokens) for tokens in rows.values()) + decoding.max_new_tokens
@@ -53,9 +53,9 @@ def generate_with(job: Job, prompts: Any, max_new_tokens: Any, options: dict[str
         return generate(rows, decoding, _step(job, chosen, decoding), ranks)
 
 
-def _chosen(job: Job, asked: Any) -> nn.Module | None:
+def _chosen(job: BaseJob, asked: Any) -> nn.Module | None:
     """Return the model of a loop that has several; None: the job's one."""
-    models = job.models()
+    models = job.models
     if asked is None:
         if len(models) > 1:
             raise WorkloadError(
@@ -71,20 +71,20 @@ def _chosen(job: Job, asked: Any) -> nn.Module | None:
     return asked if len(models) > 1 else None
 
 
-def _described(job: Job) -> nn.Module:
+def _described(job: BaseJob) -> nn.Module:
     """Return the model as its authors made it: where it is captured, the module whose code became graphs."""
     placed: Any = job.parallel.placed
     form: nn.Module = placed.split.form if placed.is_captured else job.model
     return form
 
 
-def _runs_as_graphs(job: Job) -> bool:
-    """True for the models of a loop under tensor, whose calls run graphs."""
-    return job.mesh.size("tensor") > 1 and not job.parallel.placed.is_captured
+def _runs_as_graphs(job: BaseJob) -> bool:
+    """True for the models of a loop under tensor, context or expert, whose calls run graphs."""
+    return job.mesh.places > 1 and not job.parallel.placed.is_captured
 
 
-def _with_cache(decoding: Decoding, model: nn.Module, job: Job) -> Decoding:
-    """Return it with `cache` decided.
+def _with_cache(decoding: Decoding, model: nn.Module, job: BaseJob) -> Decoding:
+    """Return the decoding with `cache` set to True or False.
 
     Raises:
         WorkloadError: a cache is asked for that there can't be.
@@ -106,7 +106,7 @@ def _with_cache(decoding: Decoding, model: nn.Module, job: Job) -> Decoding:
     return dataclasses.replace(decoding, cache=has_cache and not is_cut if decoding.cache is None else decoding.cache)
 
 
-def _step(job: Job, chosen: nn.Module | None, decoding: Decoding) -> Step:
+def _step(job: BaseJob, chosen: nn.Module | None, decoding: Decoding) -> Step:
     def choose(model: Any) -> Any:
         return model if chosen is None else chosen
 
@@ -114,27 +114,27 @@ def _step(job: Job, chosen: nn.Module | None, decoding: Decoding) -> Step:
     if not decoding.cache:
         return WholeStep(evaluate, choose, job.device)
     if job.parallel.placed.is_captured:
-        whole = whole_model(job, "job.generate(cache=True)", "make it in the function, or leave cache out")
+        full_model = whole_model(job, "job.generate(cache=True)", "make it in the function, or leave cache out")
 
         def evaluate(name: str, function: Any, batch: Any) -> Any:
-            return function(whole, batch)
+            return function(full_model, batch)
 
     return CachedStep(evaluate, choose, job.device)
 
 
-def whole_model(job: Job, asked: str, fix: str) -> nn.Module:
+def whole_model(job: BaseJob, asked: str, fix: str) -> nn.Module:
     """Return a copy of a workload's model, whole on this rank, in evaluation mode. Collective.
 
     Args:
-        job: under any plan.
-        asked: what needs it, for an error.
-        fix: what to do where the workload does not make a new model.
+        job: the job, under any plan.
+        asked: the call that needs the copy, for an error.
+        fix: the advice of the error where the workload does not make a new model.
     """
-    parts = snapshot.model_parts(job.model, job.parallel.held(), job.comms.step.size)
-    return whole_copy(lambda: _made(job, asked, fix), parts, snapshot.names_of_state(job.model), job.comms.step)
+    parts = snapshot.model_parts(job.model, job.parallel.local_shards(), job.comms.step.size)
+    return whole_copy(lambda: _new_model(job, asked, fix), parts, snapshot.names_of_state(job.model), job.comms.step)
 
 
-def _made(job: Job, asked: str, fix: str) -> nn.Module:
+def _new_model(job: BaseJob, asked: str, fix: str) -> nn.Module:
     model: nn.Module = job.workload.model()
     if model is job.model or any(parameter.is_meta for parameter in model.parameters()):
         raise WorkloadError(
@@ -147,13 +147,13 @@ def _made(job: Job, asked: str, fix: str) -> nn.Module:
     return widen(model) if job.workload.precision == "float64" else model
 
 
-def _ranks(job: Job) -> Ranks:
+def _ranks(job: BaseJob) -> Ranks:
     part, parts = job.steps.evaluation_part
     gathers = job.mesh.size("shard") > 1
     return Ranks(
         part=part,
         parts=parts,
-        alike=job.comms.axes["tensor"],
+        alike=job.comms.axes["tensor"] if job.parallel.placed.is_captured else job.comms.same_samples,
         together=job.comms.step if gathers else None,
         world=job.comms.step,
     )

@@ -1,8 +1,8 @@
-"""The state of a person's own in a job's checkpoints: `job.keep(name, object)`.
+"""The state of a user's own in a job's checkpoints: `job.keep(name, object)`.
 
-It lies among what each rank has alone (`own/kept/NAME...`): what is equal on all ranks in the file of rank 0, and what
-differs in the file of each. A resumed job reads it when it starts, and an object gets it when the loop hands it to
-`keep`, which may be much later.
+It is stored among the tensors that only one rank has (`own/kept/NAME...`): what is equal on all ranks in the file of
+rank 0, and what differs in the file of each. A resumed job reads it when it starts, and an object gets it when the loop
+hands it to `keep`, which may be much later.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import hashlib
 import json
+import math
 import random
 import re
 import sys
@@ -28,11 +29,12 @@ from paceline.nouns.parts import shown
 from paceline.nouns.reading import parse_json
 from paceline.nouns.shard_spec import LocalShard
 from paceline.train.average import Average
-from paceline.train.extra_state import EXTRA_STATE, ExtraState, extra_names
-from paceline.train.kept_values import decode, encode
+from paceline.train.python_state import EXTRA_STATE, ExtraState, decode, encode, extra_names
+from paceline.train.schedulers import same_number
 
 PREFIX = "kept/"
 SETTINGS = "job.settings"  # the name of what `job.keep_settings` keeps
+BEST = "_best"  # the name of what `job.save_best` keeps
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 
 
@@ -94,7 +96,7 @@ _HANDLES: tuple[tuple[type, _Handle], ...] = (
 )
 
 
-def _handle_of(name: str, target: Any) -> _Handle:
+def _handle_of(name: str, target: object) -> _Handle:
     if callable(getattr(target, "state_dict", None)) and callable(getattr(target, "load_state_dict", None)):
         return _Handle(lambda target: target.state_dict(), lambda target, state: target.load_state_dict(state))
     for kind, handle in _HANDLES:
@@ -112,39 +114,84 @@ def _handle_of(name: str, target: Any) -> _Handle:
     )
 
 
-def _check_name(call: str, name: Any) -> None:
+def _check_name(call: str, name: object) -> None:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         fix = "use up to 100 letters, digits, dots, - and _"
         raise UsageError(f"{call} needs a name for what checkpoints have", f"it is {name!r:.60}", fix)
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _KeptObject:
     target: Any
     handle: _Handle
     per_rank: bool
-    is_told: bool = False  # where ranks differ it is said, and rank 0's is saved; otherwise refused
+    is_reported: bool = False  # a difference between ranks is reported, and rank 0's state saved; otherwise refused
+
+
+class Best:
+    """The best metric so far of each folder: `job.save_best`.
+
+    Attributes:
+        states: the metric, its mode and its step, by the folder: JSON keeps it.
+    """
+
+    def __init__(self) -> None:
+        self.states: dict[str, list[Any]] = {}
+
+    def is_better(self, metric: Any, mode: str, path: str, comm: AxisComm) -> bool:
+        """True if the metric is better than all before it. Collective.
+
+        Raises:
+            UsageError: it is no number, or another on some rank; or `mode` is neither, or another than before.
+        """
+        if mode not in ("min", "max"):
+            raise UsageError(
+                "the mode of job.save_best should be 'min' or 'max'", f"it is {mode!r:.60}", "write one of them"
+            )
+        number = same_number("job.save_best", metric, comm, may_be_nan=True)
+        if path not in self.states:
+            return not math.isnan(number)
+        best, earlier, _ = self.states[path]
+        if mode != earlier:
+            raise UsageError(
+                f"job.save_best should have one mode for {path}",
+                f"it is {mode!r} now, and was {earlier!r} before",
+                "give the other metric a folder of its own: path=...",
+            )
+        return bool(number < best if mode == "min" else number > best)
+
+    def record(self, metric: Any, mode: str, path: str, step: int) -> None:
+        """Record the metric as the best so far."""
+        self.states[path] = [float(metric), mode, step]
 
 
 class KeptObjects:
     """What the loop has handed to `job.keep`, and what a checkpoint has for it.
 
     Args:
-        comm: all ranks that write a checkpoint together.
-        notice: prints a line.
+        comm: the communicator of the ranks that write a checkpoint together.
+        notice: a function that prints a line.
     """
 
     def __init__(self, comm: AxisComm, notice: Callable[[str], None]) -> None:
         self.comm = comm
         self.notice = notice
-        self.kept: dict[str, _Kept] = {}
+        self.objects: dict[str, _KeptObject] = {}
         self.averages: dict[str, Average] = {}
         self.waiting_averages: dict[str, Mapping[str, torch.Tensor]] = {}
         self.waiting: dict[str, Any] = {}  # of the checkpoint that was loaded: states that no object has got yet
         self.saved: dict[str, bool] = {}  # what that checkpoint has, and whether each rank has its own
         self.saved_size = 0  # ranks that wrote it; 0: none was loaded
         self.folder = Path()
-        self.told: set[str] = set()  # names of what differs between ranks
+        self.reported: set[str] = set()  # names of what differs between ranks
+        self._best: Best | None = None
+
+    def best(self) -> Best:
+        """Return the best metrics so far, which are kept from the first call on."""
+        if self._best is None:
+            self._best = Best()
+            self.add(BEST, self._best.states, per_rank=False)
+        return self._best
 
     def add(self, name: Any, target: Any, per_rank: bool) -> None:
         """Keep an object from now on, and give it its state of the checkpoint that the job began with.
@@ -155,22 +202,22 @@ class KeptObjects:
             CheckpointError: the state in the checkpoint does not fit the object.
         """
         _check_name("job.keep", name)
-        if name in self.kept:
-            found = f"{name!r} is that of {shown(self.kept[name].target)}"
+        if name in self.objects:
+            found = f"{name!r} is that of {shown(self.objects[name].target)}"
             raise UsageError("each object that the job keeps needs a name of its own", found, "take another name")
         handle = _handle_of(name, target)
         encode(name, handle.read(target), [])  # what can't be kept is refused now, not at the first checkpoint
-        kept = _Kept(target, handle, per_rank)
+        kept_object = _KeptObject(target, handle, per_rank)
         if self.saved_size:
-            self._restore(name, kept)
-        self.kept[name] = kept
+            self._restore(name, kept_object)
+        self.objects[name] = kept_object
 
     def add_extra_state(self, model: torch.nn.Module, is_checked: bool) -> None:
         """Keep what the model's modules have beside tensors, unless no module has any.
 
         Args:
-            model: whose.
-            is_checked: whether checkpoints will be written, so that what can't be kept is refused now.
+            model: the model whose modules have it.
+            is_checked: True if checkpoints will be written, so that what can't be kept is refused now.
 
         Raises:
             WorkloadError: it can't be kept.
@@ -178,25 +225,25 @@ class KeptObjects:
         if not extra_names(model):
             return
         target = ExtraState(model)
-        kept = _Kept(target, _handle_of(EXTRA_STATE, target), per_rank=False, is_told=True)
+        kept_object = _KeptObject(target, _handle_of(EXTRA_STATE, target), per_rank=False, is_reported=True)
         if is_checked:
-            encode(_what(EXTRA_STATE), kept.handle.read(target), [])
-        self.kept[EXTRA_STATE] = kept
+            encode(_description_of(EXTRA_STATE), kept_object.handle.read(target), [])
+        self.objects[EXTRA_STATE] = kept_object
 
-    def _restore(self, name: str, kept: _Kept) -> None:
+    def _restore(self, name: str, kept_object: _KeptObject) -> None:
         if name not in self.saved:
-            if name == EXTRA_STATE:  # up to version 4 tensors alone
+            if name == EXTRA_STATE:  # up to version 4 only tensors
                 return
             self.notice(f"{self.folder.name} has nothing of {name!r}, which job.keep was handed: it stays as it is")
             return
-        if self.saved[name] != kept.per_rank:
+        if self.saved[name] != kept_object.per_rank:
             ways = ("the same on all ranks", "per rank")
             raise CheckpointError(
                 f"{name!r} should be kept as {self.folder.name} has it",
-                f"it is {ways[self.saved[name]]} there and {ways[kept.per_rank]} here",
+                f"it is {ways[self.saved[name]]} there and {ways[kept_object.per_rank]} here",
                 f"write job.keep({name!r}, ..., per_rank={self.saved[name]}), or take another name to begin anew",
             )
-        if kept.per_rank and self.saved_size != self.comm.size:
+        if kept_object.per_rank and self.saved_size != self.comm.size:
             raise CheckpointError(
                 f"{name!r} is kept per rank, so it should go on on as many ranks",
                 f"{self.saved_size} ranks wrote {self.folder.name}, and {self.comm.size} read it",
@@ -204,8 +251,8 @@ class KeptObjects:
             )
         state = self.waiting.pop(name)
         try:
-            kept.handle.write(kept.target, state)
-        except Exception as error:  # of a person's own load_state_dict: anything
+            kept_object.handle.write(kept_object.target, state)
+        except Exception as error:  # of a user's own load_state_dict: anything
             raise CheckpointError(
                 f"the state of {name!r} in {self.folder} should fit the object",
                 f"{type(error).__name__}: {error}",
@@ -228,40 +275,41 @@ class KeptObjects:
             self.waiting_averages.clear()
         tensors: dict[str, torch.Tensor] = {}
         prints = []
-        for name, kept in sorted(self.kept.items()):
+        for name, kept_object in sorted(self.objects.items()):
             of_state: list[torch.Tensor] = []
-            form = encode(_what(name), kept.handle.read(kept.target), of_state)
+            form = encode(_description_of(name), kept_object.handle.read(kept_object.target), of_state)
             text = json.dumps(form).encode()
-            if not kept.per_rank:
+            if not kept_object.per_rank:
                 prints.append(_print_of(text, of_state))
-            if kept.per_rank or self.comm.rank == 0:
+            if kept_object.per_rank or self.comm.rank == 0:
                 tensors[f"{PREFIX}{name}"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
                 for number, tensor in enumerate(of_state):
                     tensors[f"{PREFIX}{name}/{number}"] = tensor
         self._check_equal(prints)
         facts: dict[str, Any] = {}
-        if self.kept:
-            facts["kept"] = {name: kept.per_rank for name, kept in self.kept.items()}
+        if self.objects:
+            facts["kept"] = {name: kept_object.per_rank for name, kept_object in self.objects.items()}
         return tensors, facts
 
     def _check_equal(self, prints: list[int]) -> None:
         """Raise WorkloadError if what is to be the same on all ranks is not. Collective."""
-        if not self.kept or self.comm.size == 1:
+        if not self.objects or self.comm.size == 1:
             return
-        row = torch.tensor([len(self.kept), len(prints), *prints], dtype=torch.int64)
+        row = torch.tensor([len(self.objects), len(prints), *prints], dtype=torch.int64)
         rows = self.comm.all_gather(row)
-        names = sorted(name for name, kept in self.kept.items() if not kept.per_rank)
-        for rank, other in zip(self.comm.peers, rows, strict=True):
-            if other.tolist()[:2] != row.tolist()[:2]:
+        names = sorted(name for name, kept_object in self.objects.items() if not kept_object.per_rank)
+        for rank, row_of_rank in zip(self.comm.peers, rows, strict=True):
+            if row_of_rank.tolist()[:2] != row.tolist()[:2]:
                 raise WorkloadError(
                     "every rank should keep the same objects",
-                    f"rank {self.comm.peers[self.comm.rank]} keeps {len(self.kept)}, rank {rank} keeps {int(other[0])}",
+                    f"rank {self.comm.peers[self.comm.rank]} keeps {len(self.objects)}, rank {rank} keeps "
+                    f"{int(row_of_rank[0])}",
                     "call job.keep on every rank, not under `if job.rank == 0`",
                 )
-            for name, here, there in zip(names, prints, other.tolist()[2:], strict=True):
-                if here != there and self.kept[name].is_told:
-                    self._tell_difference(name, rank)
-                elif here != there:
+            for name, own_print, other_print in zip(names, prints, row_of_rank.tolist()[2:], strict=True):
+                if own_print != other_print and self.objects[name].is_reported:
+                    self._report_difference(name, rank)
+                elif own_print != other_print:
                     raise WorkloadError(
                         f"{name!r}, which job.keep was handed, should be the same on every rank",
                         f"it differs between rank {self.comm.peers[self.comm.rank]} and rank {rank}",
@@ -269,11 +317,13 @@ class KeptObjects:
                         "such as those of job.evaluate and paceline.all_reduce",
                     )
 
-    def _tell_difference(self, name: str, rank: int) -> None:
-        if name not in self.told:
-            self.told.add(name)
+    def _report_difference(self, name: str, rank: int) -> None:
+        if name not in self.reported:
+            self.reported.add(name)
             first, second = sorted((rank, self.comm.peers[self.comm.rank]))
-            self.notice(f"{_what(name)} differs between ranks {first} and {second}: checkpoints have rank 0's")
+            self.notice(
+                f"{_description_of(name)} differs between ranks {first} and {second}: checkpoints have rank 0's"
+            )
 
     def add_average(self, name: str, average: Average) -> None:
         """Save an average of the parameters from now on, and give it its state of the checkpoint, if there is one.
@@ -297,15 +347,15 @@ class KeptObjects:
             some = f"{len(missing)} parameters, such as {missing[0]}"
             self.notice(f"{self.folder.name} has the average {name!r} without {some}: they begin with this step")
 
-    def average_parts(self, held: Mapping[str, LocalShard]) -> dict[str, LocalTensor]:
-        """Return what a checkpoint saves of the averages.
+    def average_parts(self, shards: Mapping[str, LocalShard]) -> dict[str, LocalTensor]:
+        """Return this rank's parts of the averages, as a checkpoint saves them.
 
         Args:
-            held: which part of a parameter is here.
+            shards: the part of each parameter that this rank holds.
         """
         parts: dict[str, LocalTensor] = {}
         for name, average in self.averages.items():
-            parts.update(average.parts(name, held, self.comm.size))
+            parts.update(average.parts(name, shards, self.comm.size))
         return parts
 
     def load(
@@ -314,8 +364,8 @@ class KeptObjects:
         """Take over what a checkpoint has, and put it back in the objects that are kept.
 
         Args:
-            folder: the checkpoint.
-            manifest: its manifest.
+            folder: the folder of the checkpoint.
+            manifest: the manifest of the checkpoint.
             averages: this rank's parts of the averages of the parameters, as they were read.
 
         Raises:
@@ -333,14 +383,16 @@ class KeptObjects:
                 # A rank that was not there then has no state of its own: it is told when it asks for it.
                 is_there = not per_rank or self.comm.rank < self.saved_size
                 self.waiting[name] = _read(folder, name, files[per_rank]) if is_there else None
-        for name, kept in self.kept.items():
-            self._restore(name, kept)
+        for name, kept_object in self.objects.items():
+            self._restore(name, kept_object)
         self.waiting_averages = dict(averages)
         for name, average in self.averages.items():
             self._restore_average(name, average)
+        if BEST in self.saved:  # the next checkpoint has it too, though nothing may be better until then
+            self.best()
 
 
-def _what(name: str) -> str:
+def _description_of(name: str) -> str:
     return "what get_extra_state() of the model's modules returns" if name == EXTRA_STATE else name
 
 
@@ -353,11 +405,13 @@ def _print_of(text: bytes, tensors: list[torch.Tensor]) -> int:
     return int.from_bytes(digest.digest()[:8], "little", signed=True)
 
 
-def _read(folder: Path, name: str, own: Mapping[str, torch.Tensor]) -> Any:
+def _read(folder: Path, name: str, tensors_of_rank: Mapping[str, torch.Tensor]) -> Any:
     try:
-        text = own[PREFIX + name].numpy().tobytes().decode()
+        text = tensors_of_rank[PREFIX + name].numpy().tobytes().decode()
         begin = f"{PREFIX}{name}/"
-        tensors = {int(key.removeprefix(begin)): own[key] for key in own if key.startswith(begin)}
+        tensors = {
+            int(key.removeprefix(begin)): tensors_of_rank[key] for key in tensors_of_rank if key.startswith(begin)
+        }
         return decode(parse_json(text, "a kept state"), tensors)
     except (ReadError, ValueError, TypeError, LookupError, RecursionError, AttributeError) as error:
         raise CheckpointError(

@@ -30,7 +30,8 @@ _NAMED = 5  # names that an error gives
 
 def read_weights(
     path: Path,
-    model: tuple[Mapping[str, LocalTensor], Mapping[str, str]],
+    parts: Mapping[str, LocalTensor],
+    names: Mapping[str, str],
     strict: bool,
     comm: AxisComm,
     notice: Callable[[str], None],
@@ -38,26 +39,27 @@ def read_weights(
     """Return this rank's parts of the tensors at `path`, by the names that the model has them under. Collective.
 
     Args:
-        path: a checkpoint, a folder of checkpoints, a file of safetensors, or a folder with model.safetensors.
-        model: its parts on this rank and all its names, as `snapshot` gives them. The result has the parts' shapes.
-        strict: refuse names that only one side has; otherwise they are left as they are, and told.
-        comm: all ranks.
-        notice: prints a line.
+        path: the path of a checkpoint, a folder of checkpoints, a file of safetensors, or a folder with
+            model.safetensors.
+        parts: the model's parts on this rank, by name; the result has their shapes.
+        names: the names of all the model's tensors, as `snapshot` gives them.
+        strict: True to refuse names that only one side has; else they stay as they are, with a notice.
+        comm: the communicator of all ranks.
+        notice: a function that prints a line.
 
     Raises:
         CheckpointError: there are no weights, or they are of another model.
     """
-    parts, names = model
     folder, saved = _find(path, comm, notice)
     unexpected = [_bare(name) for name in saved if name not in names]
     # A file may have a tied tensor under any of its names, or under all of them.
     tensors = {names[name]: entry for name, entry in saved.items() if name in names}
     missing = [_bare(name) for name in dict.fromkeys(names.values()) if name not in tensors]
-    wanted = {name: part.held.shard_spec for name, part in parts.items() if name in tensors}
-    for name, spec in wanted.items():
-        there = tuple(tensors[name]["shape"])
-        if there != tuple(spec.shape):
-            found = f"{_bare(name)} has the shape {there} there and {tuple(spec.shape)} in the model"
+    shard_specs = {name: part.shard.shard_spec for name, part in parts.items() if name in tensors}
+    for name, spec in shard_specs.items():
+        saved_shape = tuple(tensors[name]["shape"])
+        if saved_shape != tuple(spec.shape):
+            found = f"{_bare(name)} has the shape {saved_shape} there and {tuple(spec.shape)} in the model"
             raise _mismatch(path, found, "take the weights of this model")
     if not tensors:
         raise _mismatch(path, "they have no name in common", "take the weights of this model")
@@ -67,7 +69,7 @@ def read_weights(
         raise _mismatch(path, found, fix)
     if found:
         notice(f"the weights of {path} are taken but for some: {found}")
-    return read_parts(folder, {"tensors": tensors}, wanted)
+    return read_parts(folder, {"tensors": tensors}, shard_specs)
 
 
 def _find(path: Path, comm: AxisComm, notice: Callable[[str], None]) -> tuple[Path, Mapping[str, Any]]:
@@ -101,11 +103,11 @@ def _entries_of(path: Path) -> dict[str, Any]:
     return entries
 
 
-def _listed(names: list[str], what: str) -> str:
+def _listed(names: list[str], reason: str) -> str:
     if not names:
         return ""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"{', '.join(names[:_NAMED])}{more}: {what}"
+    return f"{', '.join(names[:_NAMED])}{more}: {reason}"
 
 
 def _mismatch(path: Path, found: str, fix: str) -> CheckpointError:

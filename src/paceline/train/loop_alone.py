@@ -14,35 +14,34 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils._python_dispatch import _disable_current_modes
 
 from paceline.parallel.effects import OWNERS, is_own_hook
-from paceline.parallel.optimizer_parts import groups_of, parts_of
-from paceline.train.device_batches import moved
-from paceline.train.forked_process import ForkedProcess, SharedTensors
-from paceline.train.loop_loader import CutLoader, Place, load_pass
+from paceline.parallel.optimizer_parts import groups_of, parts_of, settings_of
+from paceline.torch_private.autograd import step_post_hooks, step_pre_hooks
+from paceline.torch_private.operations import disable_current_modes
+from paceline.train.forked_process import ForkedProcess
+from paceline.train.loader import Place, moved
+from paceline.train.loop_loader import CutLoader, load_pass
 from paceline.train.loop_objects import updated_by
 from paceline.train.one_process import (
     TOLERANCES,
-    UPDATE_TOLERANCE,
     Found,
-    clip,
-    first_buffer_difference,
+    Limits,
+    RanksStep,
+    answer_of,
     first_gradient_difference,
-    first_update_difference,
+    first_value_difference,
     load_whole_state,
     other_generators,
     own_batch_norms,
-    same_numbers,
     set_gradients,
-    sort_buffers,
 )
+from paceline.train.plain_step import clip_gradients
 from paceline.train.rank_draws import RankDraws
 
 if TYPE_CHECKING:
     from paceline.train.loop_job import LoopJob
 
-GRADIENT, VALUE, STATE, HAS_GRADIENT = "gradient/", "value/", "state/", "has gradient"
 UPDATE, END = "u", "e"  # what the rank has handed over: gradients before an update; all else at the step's end
 _WIDER = 5  # times the tolerance: the loop can't be run again in float64, to see what rounding does
 _ENDS = ("evaluate", "save", "save_best", "close", "load", "generate", "log", "log_text", "log_picture")
@@ -52,61 +51,70 @@ class LoopAlone:
     """The process that takes a loop's first step by itself; made in it.
 
     Args:
-        job: the rank's.
-        process: this one.
-        shared: what the ranks hand over.
-        states: of the ranks' generators, by part of the batch.
+        job: the job of the rank.
+        process: this process, which was forked from the rank.
+        ranks: the memory in which the ranks hand over their step.
+        states: the states of the ranks' generators, by part of the batch.
+
+    Attributes:
+        in_place: the attributes that the job has in this process in place of its own.
     """
 
-    def __init__(self, job: LoopJob, process: ForkedProcess, shared: SharedTensors, states: list[torch.Tensor]) -> None:
+    def __init__(self, job: LoopJob, process: ForkedProcess, ranks: RanksStep, states: list[torch.Tensor]) -> None:
         self.job = job
         self.process = process
-        self.shared = shared
+        self.ranks = ranks
         self.parts = len(states)
         self.draws = RankDraws(states)
-        self.names = [name.removeprefix(VALUE) for name in shared.tensors if name.startswith(VALUE)]
         self.named = dict(job.model.named_parameters())
-        self.before = {name: self.named[name].detach().clone() for name in self.names if name in self.named}
-        self.others = other_generators()
+        self.before = {name: self.named[name].detach().clone() for name in ranks.names if name in self.named}
+        self.generators_before = other_generators()
         self.has_begun = False
         self.has_backward = False  # of the newest batch
         self.has_autocast = False
         self.has_empty_part = False  # a rank has no samples in a batch, and computes one that does not count
         self.updated: set[int] = set()
         self.found: Found | None = None
-        self._take_over()
+        self.in_place = self._take_over()
 
-    def _take_over(self) -> None:
-        """Have the loop's objects compute by themselves."""
-        job: Any = self.job
+    def _take_over(self) -> dict[str, Any]:
+        """Have the loop's objects compute by themselves; return the attributes that the job has in place of its own."""
+        job = self.job
         own_batch_norms(job.model)
-        if job.parallel.placement == OWNERS and job.loaded_folder is not None:
-            self._load_whole_state(job.loaded_folder)
+        if job.parallel.placement == OWNERS and job.checkpoints.loaded_folder is not None:
+            self._load_whole_state(job.checkpoints.loaded_folder)
         job.parallel.gradient_hooks.give_back()
         for number, optimizer in enumerate(job.objects.optimizers, 1):
             self._watch(number, optimizer)
-        register_module_forward_pre_hook(self._note_autocast)
-        job.parallel = None  # whatever asks it for something, ends this process
-        job.rank, job.size, job.data_part = 0, 1, 0
-        job.backward, job.clip, job.gradients = self._backward, self._clip, self._gradients
-        job.all_reduce = job.all_gather = lambda tensor, *arguments, **named: tensor.clone()
-        job.gathered = nullcontext
-        job.accumulate = lambda when=True: nullcontext()
-        job.copy_weights = lambda source, target: target.load_state_dict(source.state_dict())
-        job.end_step = job.settle = job.notice = lambda *arguments, **named: None
-        for name in _ENDS:
-            setattr(job, name, self._leave)
+        register_module_forward_pre_hook(self._watch_autocast)
+        return {
+            "parallel": None,  # whatever asks it for something, ends this process
+            "rank": 0,
+            "size": 1,
+            "data_part": 0,
+            "data_rank": 0,
+            "backward": self._backward,
+            "clip": self._clip,
+            "gradients": self._gradients,
+            "all_reduce": _copied,
+            "all_gather": _copied,
+            "gathered": nullcontext,
+            "accumulate": lambda when=True: nullcontext(),
+            "copy_weights": lambda source, target: target.load_state_dict(source.state_dict()),
+            **dict.fromkeys(("end_step", "settle", "notice"), _ignored),
+            **dict.fromkeys(_ENDS, self._leave),
+        }
 
     def _load_whole_state(self, folder: Path) -> None:
         optimizer = self.job.optimizer
-        settings = [{key: value for key, value in group.items() if key != "params"} for group in groups_of(optimizer)]
+        settings = [settings_of(group) for group in groups_of(optimizer)]
         load_whole_state(folder, self.job.model, optimizer)
         for group, values in zip(groups_of(optimizer), settings, strict=True):
             group.update(values)  # the loop may have changed them since
 
     def _watch(self, number: int, optimizer: torch.optim.Optimizer) -> None:
         for part in parts_of(optimizer):
-            for hooks in (part._optimizer_step_pre_hooks, part._optimizer_step_post_hooks):
+            for hooks in (step_pre_hooks(part), step_post_hooks(part)):
                 for key in [key for key, hook in hooks.items() if is_own_hook(hook)]:
                     del hooks[key]
 
@@ -117,16 +125,16 @@ class LoopAlone:
             self.job.step_number += not self.updated
             self.updated.add(number)
 
-        theirs = dict(optimizer._optimizer_step_pre_hooks)
-        optimizer._optimizer_step_pre_hooks.clear()
+        user_hooks = dict(step_pre_hooks(optimizer))
+        step_pre_hooks(optimizer).clear()
         optimizer.register_step_pre_hook(before)
-        optimizer._optimizer_step_pre_hooks.update(theirs)
+        step_pre_hooks(optimizer).update(user_hooks)
         optimizer.register_step_post_hook(after)
 
     def batches(self, cut: CutLoader) -> Iterator[Any]:
         """Yield whole batches of a pass."""
         cut.loader.num_workers = 0
-        with _disable_current_modes():
+        with disable_current_modes():
             if self.has_begun:
                 cut.end_pass()
             else:
@@ -135,23 +143,23 @@ class LoopAlone:
                 return
             parts = load_pass(cut.loader, Place(0, 1, cut.seed, cut.number), cut.batch, cut.limit)
         while True:
-            with _disable_current_modes():
+            with disable_current_modes():
                 part = next(parts, None)
             if part is None or self.updated:
                 break
             if self.has_begun and not self.has_backward:  # where a step ends is another question then
                 self.process.reply({"reason": "the loop takes batches ahead of its updates"})
             self.has_backward = False
-            cut.note_batch()
-            self.draws.samples = [len(Place(rank, self.parts, 0, 0).own(part.of)) for rank in range(self.parts)]
+            cut.count_batch()
+            self.draws.samples = [len(Place(rank, self.parts, 0, 0).own_samples(part.of)) for rank in range(self.parts)]
             self.has_empty_part |= not all(self.draws.samples)
             if not self.has_begun:
                 self.has_begun = True
                 self.draws.__enter__()  # type: ignore[no-untyped-call]
             batch = moved(part.batch, self.job.device, self.job.to_float64)
-            self.job.taken.take(part, (cut.number, cut.batch - 1), batch)
+            self.job.taken_batches.take(part, (cut.number, cut.batch - 1), batch)
             yield batch
-        self.job.taken.end_pass()
+        self.job.taken_batches.end_pass()
         if self.updated:
             self._finish()
         cut.end_pass()
@@ -161,7 +169,7 @@ class LoopAlone:
         loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
     def _clip(self, max_norm: float, optimizer: torch.optim.Optimizer | None = None) -> float:
-        return clip(self._parameters(optimizer), max_norm)
+        return clip_gradients(self._gradients(optimizer).values(), max_norm)
 
     def _gradients(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, torch.Tensor]:
         found = {}
@@ -173,22 +181,21 @@ class LoopAlone:
     def _parameters(self, optimizer: torch.optim.Optimizer | None) -> Mapping[str, torch.nn.Parameter]:
         optimizers = self.job.objects.optimizers if optimizer is None else [optimizer]
         found: dict[str, torch.nn.Parameter] = {}
-        for each in optimizers:
-            found |= updated_by(each, self.named)
+        for updating in optimizers:
+            found |= updated_by(updating, self.named)
         return found
 
-    def _note_autocast(self, module: torch.nn.Module, inputs: Any) -> None:
+    def _watch_autocast(self, module: torch.nn.Module, inputs: Any) -> None:
         self.has_autocast |= torch.is_autocast_enabled("cpu")
 
     def _compare_gradients(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         if self.process.wait() != UPDATE:
             self.process.reply({"reason": "the ranks updated less often in this step"})
-        flags = dict(zip(self.names, self.shared.tensors[HAS_GRADIENT].tolist(), strict=True))
-        ranks = {name: self.shared.tensors[GRADIENT + name] for name in parameters if flags[name]}
-        here: dict[str, torch.Tensor | None] = {}
+        ranks = self.ranks.gradients()
+        gradients: dict[str, torch.Tensor | None] = {}
         for name, parameter in parameters.items():
-            here[name] = None if parameter.grad is None else parameter.grad.detach()
-        self.found = self.found or first_gradient_difference(here, ranks, self._tolerance())
+            gradients[name] = None if parameter.grad is None else parameter.grad.detach()
+        self.found = self.found or first_gradient_difference(gradients, ranks, self._tolerance())
         set_gradients(parameters, ranks)
 
     def _tolerance(self) -> float:
@@ -211,28 +218,21 @@ class LoopAlone:
         self.process.reply(self._compared())
 
     def _compared(self) -> dict[str, Any]:
-        states = [self.shared.tensors[f"{STATE}{number}"] for number in range(self.parts)]
-        if self.others != other_generators():
+        if self.generators_before != other_generators():
             return {"reason": "the loop draws by numpy or Python, on each rank other numbers"}
-        if not same_numbers(self.draws.states, states):
+        if not self.ranks.drew_as(self.draws.states):
             if self.has_empty_part:
                 return {"reason": "a rank without samples in the batch draws random numbers too"}
             return {"reason": "the loop draws random numbers that do not belong to samples, on each rank others"}
-        found = self.found or self._value_difference()
-        if found is None:
-            return {}
-        if self.draws.has_drawn and not self.draws.is_certain:
-            return {"reason": "it is not certain which random numbers belong to which samples"}
-        return {"kind": found.kind, "name": found.name, "distance": found.distance}
+        limits = Limits(self._tolerance())
+        found = self.found or first_value_difference(self.job.model, self.before, self.ranks.values(), limits)
+        return answer_of(found, self.draws)
 
-    def _value_difference(self) -> Found | None:
-        values = {name: self.shared.tensors[VALUE + name] for name in self.names}
-        here = {name: self.named[name].detach() for name in self.before}
-        found = first_update_difference((self.before, here, values), UPDATE_TOLERANCE, 0.0)
-        if found is not None:
-            return found
-        statistics, others = sort_buffers(self.job.model, values)
-        found = first_buffer_difference(statistics, values, self._tolerance())
-        if found is not None:
-            return Found("statistics", found.name, found.distance)
-        return first_buffer_difference(others, values, self._tolerance())
+
+def _copied(tensor: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+    """Return the tensor as a collective of one rank does."""
+    return tensor.clone()
+
+
+def _ignored(*arguments: Any, **named: Any) -> None:
+    """Do nothing, in place of a call of the rank."""

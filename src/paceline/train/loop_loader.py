@@ -5,19 +5,21 @@ samplers with weights, batches of one length and collators of one's own stay as 
 rank reads all samples, and collates its part of each batch.
 
 What the sampler and the data set draw (torch, random, numpy) depends on the seed, the pass over the data and the place
-of the sample in it alone; what collate draws depends on the rank's part of the batch too. A resumed job asks the
+of the sample in it only; what collate draws depends on the rank's part of the batch too. A resumed job asks the
 sampler again for the batches that were taken before, and loads none of them.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
+import sys
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import Any
 
 import torch
 from torch.utils.data import (
@@ -29,52 +31,30 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
     default_collate,
-    get_worker_info,
 )
 from torch.utils.data.distributed import DistributedSampler
 
 from paceline.nouns.errors import CheckpointError, UsageError, WorkloadError
-from paceline.nouns.order import mix, share
 from paceline.nouns.parts import MAKE_ANEW, read_once
-from paceline.train.data import collated
-from paceline.train.data_workers import AtHand, ends_with_rank
-from paceline.train.seed import cpu_random_state, kept_random_state, seed_sample, set_cpu_random_state
+from paceline.train.loader import (
+    DATA,
+    SAMPLER,
+    AtHand,
+    Key,
+    Part,
+    Place,
+    Seeded,
+    SeededBatches,
+    default_batch,
+    in_random_stream,
+    load_items,
+    load_stream,
+    options_of,
+)
+from paceline.train.seed import kept_random_state
 
-_SAMPLER, _DATA, _WORKERS, _COLLATE = range(4)  # random streams of a pass
 # These draw from torch's generators. A class made from one of them may draw from others.
 _SAMPLERS_OF_TORCH = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
-
-
-class Part(NamedTuple):
-    """This rank's part of a batch.
-
-    Attributes:
-        batch: what the loader's collate made of the samples.
-        samples: how many there are.
-        of: how many the whole batch has.
-        check: a number that is the same on all ranks if their samplers gave the same batch.
-        keeps_pace: the rank has no samples here: it has the batch's first one, which is not to count.
-    """
-
-    batch: Any
-    samples: int
-    of: int
-    check: int
-    keeps_pace: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a rank's part is: `rank` of `size`, in one pass over the data, of a job with a seed."""
-
-    rank: int
-    size: int
-    seed: int
-    number: int
-
-    def own(self, count: int) -> range:
-        """Return which of a batch's `count` samples are this rank's."""
-        return share(range(count), self.rank, self.size)
 
 
 def check_loader(loader: DataLoader[Any]) -> None:
@@ -109,13 +89,13 @@ def check_loader(loader: DataLoader[Any]) -> None:
 
 
 def first_of(loader: DataLoader[Any], seed: int) -> tuple[int, Any]:
-    """Return how many samples a loader's data set has, and the first; 0 and None where it has no samples by number."""
+    """Return the length of a loader's data set, and its first sample; 0 and None where it has no samples by number."""
     data: Any = loader.dataset
     if isinstance(data, IterableDataset):
         return 0, None
     try:
         with kept_random_state():
-            return len(data), _Seeded(data, Place(0, 1, seed, 0))[0, 0, 0]
+            return len(data), Seeded(data, seed, 0, DATA)[0, 0, 0]
     except Exception:  # it has other keys, say; a sample that fails says so when the loop takes it
         return 0, None
 
@@ -124,20 +104,20 @@ class CutLoader:
     """A user's loader and the place in its passes.
 
     Args:
-        loader: the user's.
-        seed: of the order and of what the data set draws.
+        loader: the user's loader.
+        seed: the seed of the order and of the data set's draws.
 
     Attributes:
-        number: of the pass, from 0.
-        batch: batches taken in it.
-        begun: passes that the loop has begun since the start of the process.
-        passes: of the whole training; None where only the loop knows.
-        limit: batches of each pass that are taken; None: all.
-        is_idle: the pass has given batches, and none of them was trained on.
-        has_ended: a pass has come to its end.
+        number: the number of the pass, from 0.
+        batch: the number of batches taken in it.
+        begun: the number of passes that the loop has begun since the start of the process.
+        passes: the number of passes of the whole training; None where only the loop knows.
+        limit: the most batches of a pass that are taken; None: all.
+        is_idle: True if the pass has given batches, and none of them was trained on.
+        has_ended: True if a pass has come to its end.
         epoch: the number that `job.epochs` yielded last; None outside of its loop.
-        jumps: counts what makes earlier iterators useless.
-        opened_at: pass and batch at which the newest pass was begun.
+        jumps: the number of jumps in the data, each of which makes earlier iterators useless.
+        opened_at: the pass and the batch at which the newest pass was begun.
     """
 
     def __init__(self, loader: DataLoader[Any], seed: int) -> None:
@@ -155,7 +135,7 @@ class CutLoader:
         self.epoch: int | None = None
         self.jumps = 0
         self.opened_at = (0, 0)
-        self.first_states = [(each, each.get_state()) for each in _generators(loader)]
+        self.first_states = [(generator, generator.get_state()) for generator in _generators(loader)]
 
     def go_to(self, number: int, batch: int) -> None:
         """Go on in a pass, after so many batches of it."""
@@ -170,7 +150,7 @@ class CutLoader:
                 generator.set_state(state)
             self.replayed = 0
 
-    def note_batch(self) -> None:
+    def count_batch(self) -> None:
         """Count a batch that the loop gets."""
         # Of a pass that a resumed job ends, the loop may leave out the batches that are left, such as a short last one.
         self.is_idle = self.is_idle or self.batch == 0
@@ -227,23 +207,23 @@ class CutLoader:
         self.is_open = False
 
     def batches_left(self) -> int | None:
-        """Return how many batches are left of all passes; None where nobody knows."""
-        each = self._batches_of_pass()
-        if self.passes is None or each is None:
+        """Return the number of batches that are left of all passes; None where it is not known."""
+        length = self._batches_of_pass()
+        if self.passes is None or length is None:
             return None
         if self.limit is not None:
-            each = min(each, self.limit)
-        return (self.passes - self.number) * each - self.batch
+            length = min(length, self.limit)
+        return (self.passes - self.number) * length - self.batch
 
     def check_place(self, folder: Path, batch: int) -> None:
         """Raise CheckpointError where a checkpoint is after more batches of a pass than passes have."""
-        each = self._batches_of_pass()
-        if each is None or type(self.loader.batch_sampler) is not BatchSampler:
+        length = self._batches_of_pass()
+        if length is None or type(self.loader.batch_sampler) is not BatchSampler:
             return  # passes may have other lengths
-        if batch > each + 1:  # one more where the loader now leaves out a last batch that is short
+        if batch > length + 1:  # one more where the loader now leaves out a last batch that is short
             raise CheckpointError(
                 f"the checkpoint {folder} should be at a place in this loader's passes",
-                f"it is after {batch} batches of a pass, and a pass has {each}",
+                f"it is after {batch} batches of a pass, and a pass has {length}",
                 "resume with the loader that it was saved with, or use an earlier checkpoint",
             )
 
@@ -253,11 +233,11 @@ class CutLoader:
         except TypeError:  # an iterable data set
             return None
 
-    def batch_after(self, batch: int, saved: int | None, now: int | None) -> int | None:
-        """Return how many batches of `now` samples are those of a pass's first `batch` of `saved`; None if none are."""
-        if not saved or not now or type(self.loader.batch_sampler) is not BatchSampler or batch * saved % now:
+    def batch_after(self, batch: int, saved: int | None, current: int | None) -> int | None:
+        """Convert the first `batch` batches of `saved` samples to batches of `current`; None if that leaves a rest."""
+        if not saved or not current or type(self.loader.batch_sampler) is not BatchSampler or batch * saved % current:
             return None
-        return batch * saved // now
+        return batch * saved // current
 
     def has_short_batch(self) -> bool:
         """Return whether the last batch of a pass is known to be shorter than the others."""
@@ -274,7 +254,7 @@ def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
     found: list[torch.Generator] = []
     for sampler in samplers:
         generator = getattr(sampler, "generator", None)
-        if isinstance(generator, torch.Generator) and all(generator is not each for each in found):
+        if isinstance(generator, torch.Generator) and all(generator is not known for known in found):
             found.append(generator)
     return found
 
@@ -285,19 +265,30 @@ def load_pass(
     """Yield this rank's part of each batch of one pass, without the first `skip` batches.
 
     Args:
-        loader: the user's.
+        loader: the user's loader.
         place: the rank and the pass.
-        skip: batches that were taken before the job resumed.
-        limit: batches of the pass, those left out included; the sampler is not asked for more. None: all.
-        at_hand: is to say whether the next part is there.
+        skip: the number of batches that were taken before the job resumed.
+        limit: the most batches of the pass, those left out included; the sampler is not asked for more. None: all.
+        at_hand: the object that says whether the next part is there.
     """
     check_loader(loader)
     at_hand = at_hand or AtHand()
+    collate: Any = loader.collate_fn
+    if collate is default_collate:
+        collate = partial(default_batch, "hand the DataLoader collate_fn=...")
+    options = options_of(loader)
     if isinstance(loader.dataset, IterableDataset):
-        parts = _load_stream(loader, place, skip, at_hand)
-        yield from itertools.islice(parts, None if limit is None else max(limit - skip, 0))
-    else:
-        yield from _load_items(loader, place, skip, limit, at_hand)
+        options |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        parts = load_stream(loader.dataset, collate, place, at_hand, **options)
+        yield from itertools.islice(parts, skip, None if limit is None else max(limit, skip))
+        return
+    options["generator"] = place.worker_generator()
+    kind = SeededBatches if hasattr(loader.dataset, "__getitems__") else Seeded
+    data = kind(loader.dataset, place.seed, place.number, DATA)
+    # When a part is taken, the sampler is asked for one more. A sampler of the user's may look at what the steps do.
+    at_hand = at_hand if _is_fixed(loader) else AtHand()
+    for part in load_items(data, collate, _own_keys(loader, place, skip, limit), at_hand, **options):
+        yield part._replace(batch=part.batch[0])
 
 
 def replay(loader: DataLoader[Any], place: Place, limit: int | None = None) -> None:
@@ -307,47 +298,19 @@ def replay(loader: DataLoader[Any], place: Place, limit: int | None = None) -> N
             pass
 
 
-def _load_items(loader: DataLoader[Any], place: Place, skip: int, limit: int | None, at_hand: AtHand) -> Iterator[Part]:
-    """Load from a data set with `[]`."""
-    asked: deque[tuple[int, int, int, bool]] = deque()  # of batches that the new loader has asked for
-
-    def own_indices() -> Iterator[list[Any]]:
-        for number, indices in enumerate(itertools.islice(_indices(loader, place), limit)):
-            if number < skip:
-                continue
-            own = place.own(len(indices))
-            keeps_pace = not own
-            chosen = own if own else range(1)
-            check = zlib.crc32(repr(indices).encode())
-            asked.append((len(own), len(indices), check, keeps_pace))
-            items: list[Any] = []
-            for at in chosen:
-                items.append((indices[at], number, at))
-            yield items
-
-    data: Any = _Seeded(loader.dataset, place)
-    if hasattr(loader.dataset, "__getitems__"):
-        data = _SeededBatches(loader.dataset, place)
-    collate = _collate_of(loader)
-    batches = iter(_like(loader, data, place, batch_sampler=_Once(own_indices), collate_fn=collate))
-    # When a part is taken, the sampler is asked for one more. A sampler of the user's may look at what the steps do.
-    if _is_fixed(loader):
-        at_hand.of(batches)
-    while True:
-        try:
-            batch = _next(batches, loader)
-        except StopIteration:
-            return
-        yield Part(batch, *asked.popleft())
-
-
-def _collate_of(loader: DataLoader[Any]) -> Callable[[Any], Any]:
-    """Return what makes batches; in place of torch's default one whose errors say what to do."""
-    return loader.collate_fn if loader.collate_fn is not default_collate else _default_collate
-
-
-def _default_collate(samples: list[Any]) -> Any:
-    return collated(samples, "hand the DataLoader collate_fn=...")
+def _own_keys(
+    loader: DataLoader[Any], place: Place, skip: int, limit: int | None
+) -> Iterator[tuple[Part, list[list[Key]]]]:
+    """Yield this rank's part of each batch of a pass, as yet without samples, and the keys of its only micro-batch."""
+    for number, indices in enumerate(itertools.islice(_indices(loader, place), limit)):
+        if number < skip:
+            continue
+        own_positions = place.own_samples(len(indices))
+        check = zlib.crc32(repr(indices).encode())
+        keys: list[Key] = []
+        for at in own_positions or range(1):
+            keys.append((indices[at], number, at))
+        yield Part(None, len(own_positions), len(indices), check, not own_positions), [keys]
 
 
 def _is_fixed(loader: DataLoader[Any]) -> bool:
@@ -360,131 +323,73 @@ def _is_fixed(loader: DataLoader[Any]) -> bool:
     return type(sampler) in (SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
-def _load_stream(loader: DataLoader[Any], place: Place, skip: int, at_hand: AtHand) -> Iterator[Part]:
-    """Load from an iterable data set."""
-    collate = _CollatePart(_collate_of(loader), place)
-    options = {"batch_size": loader.batch_size, "drop_last": loader.drop_last, "collate_fn": collate}
-    stream = _like(loader, loader.dataset, place, **options)
-    # Worker processes have random numbers of their own, from the loader's generator.
-    batches = at_hand.of(iter(stream)) if loader.num_workers else _in_stream(lambda: iter(stream), place, _DATA)
-    for number, (batch, samples, of, keeps_pace) in enumerate(batches):
-        if number >= skip:
-            yield Part(batch, samples, of, number, keeps_pace)
-
-
 def _indices(loader: DataLoader[Any], place: Place) -> Iterator[list[Any]]:
     """Yield the indices of each batch of a pass, as the user's batch sampler gives them."""
     sampler: Any = loader.batch_sampler
     draws_by_torch = type(sampler) is BatchSampler and type(sampler.sampler) in _SAMPLERS_OF_TORCH
     # With a generator of its own a sampler may draw from it later, and that may be torch's own.
     draws_first = _is_fixed(loader) and not _generators(loader)
-    for batch in _in_stream(lambda: iter(sampler), place, _SAMPLER, draws_by_torch, draws_first):
+    for batch in in_random_stream(lambda: iter(sampler), place, SAMPLER, draws_by_torch, draws_first):
         yield list(batch)
 
 
-def _next(batches: Iterator[Any], loader: DataLoader[Any]) -> Any:
-    if loader.num_workers:
-        return next(batches)
-    with kept_random_state():  # the data set's code runs in this process
-        return next(batches)
+class Counted:
+    """An iterator whose numbers of `enumerate` go on where a resumed pass does.
 
-
-def _like(loader: DataLoader[Any], data: Any, place: Place, **options: Any) -> DataLoader[Any]:
-    """Return a loader with the user's options over other data."""
-    generator = torch.Generator().manual_seed(mix(place.seed, place.number, _WORKERS) >> 1)
-    if loader.num_workers:
-        options |= {
-            "multiprocessing_context": loader.multiprocessing_context,
-            "prefetch_factor": loader.prefetch_factor,
-            "timeout": loader.timeout,
-            "worker_init_fn": ends_with_rank(loader.worker_init_fn, loader.multiprocessing_context),
-        }
-    return DataLoader(
-        data, num_workers=loader.num_workers, pin_memory=loader.pin_memory, generator=generator, **options
-    )
-
-
-class _Once:
-    """A batch sampler that yields from a function."""
-
-    def __init__(self, function: Callable[[], Iterator[list[Any]]]) -> None:
-        self.function = function
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        return self.function()
-
-
-class _Seeded(torch.utils.data.Dataset[Any]):
-    """A data set whose random numbers depend on the sample's place alone."""
-
-    def __init__(self, data: Any, place: Place) -> None:
-        self.data = data
-        self.place = place
-
-    def __getitem__(self, key: tuple[Any, int, int]) -> Any:
-        index, batch, at = key
-        seed_sample(self.place.seed, self.place.number, _DATA, batch, at)
-        return self.data[index]
-
-
-class _SeededBatches(_Seeded):
-    """The same for a data set that gives many samples at once, as those of Hugging Face do."""
-
-    def __getitems__(self, keys: list[tuple[Any, int, int]]) -> Any:
-        _, batch, at = keys[0]
-        seed_sample(self.place.seed, self.place.number, _DATA, batch, at)
-        return self.data.__getitems__([index for index, _, _ in keys])
-
-
-class _CollatePart:
-    """Collate this rank's part of a batch's samples."""
-
-    def __init__(self, collate: Callable[[Any], Any], place: Place) -> None:
-        self.collate = collate
-        self.place = place
-        self.calls = 0  # in this process
-
-    def __call__(self, samples: list[Any]) -> tuple[Any, int, int, bool]:
-        own = self.place.own(len(samples))
-        chosen = samples[own.start : own.stop] or samples[:1]
-        worker = get_worker_info()
-        self.calls += 1
-        # What collate draws, for a part of another size on each rank, is not to change what the stream draws next.
-        with kept_random_state():
-            seed_sample(self.place.seed, self.place.number, _COLLATE, worker.id if worker else 0, self.calls)
-            batch = self.collate(chosen)
-        return batch, len(own), len(samples), not own
-
-
-def _in_stream(
-    make: Callable[[], Iterator[Any]],
-    place: Place,
-    stream: int,
-    draws_by_torch: bool = False,
-    draws_first: bool = False,
-) -> Iterator[Any]:
-    """Yield what an iterator does, with random numbers of its own: what the loop draws between two items is no part.
+    A resumed job leaves out the batches of a pass that were taken before. `enumerate` counts what it is given, from 0:
+    the loop would accumulate in other groups, or set another learning rate, than without the interruption. So
+    `enumerate` is handed as many empty items before the first batch, which nobody else sees. In CPython it asks for the
+    item first, and takes its number then: it may be asked for others meanwhile.
 
     Args:
-        make: makes the iterator, and may draw from them too.
-        place: the seed and the pass.
-        stream: which of the pass's random streams.
-        draws_by_torch: the iterator draws from torch's generator alone.
-        draws_first: it draws nothing after its first item.
+        items: the iterator of the items.
+        left_out: a function that returns the number of items before the first.
+        report: a function that is called where there were some, with the name of their counter from 0: `enumerate` if
+            that can't be reached, as behind a progress bar; else "" if nothing does that is known.
     """
-    with kept_random_state():
-        seed_sample(place.seed, place.number, stream)
-        items = make()
-        state = cpu_random_state(draws_by_torch)
-    while True:
-        with kept_random_state(draws_by_torch):
-            set_cpu_random_state(state)
-            try:
-                item = next(items)
-            except StopIteration:
+
+    def __init__(self, items: Iterator[Any], left_out: Callable[[], int], report: Callable[[str], None]) -> None:
+        self.items = items
+        self.left_out: Callable[[], int] | None = left_out
+        self.report = report
+        self.empty = 0  # items to come
+
+    def __iter__(self) -> Counted:
+        return self
+
+    def __next__(self) -> Any:
+        """Return the next item; before the first let `enumerate` count those that were left out."""
+        if self.empty:
+            self.empty -= 1
+            return None
+        item = next(self.items)
+        if self.left_out is not None:
+            count, self.left_out = self.left_out(), None
+            if count:
+                self._count(count, _caller())
+        return item
+
+    def _count(self, count: int, caller: FrameType | None) -> None:
+        for counter in gc.get_referrers(self):
+            if type(counter) is enumerate:
+                start = counter.__reduce__()[1][1]  # type: ignore[index]
+                self.empty = 0 if start == count > 1 else count  # the loop has begun there itself
+                while self.empty:
+                    next(counter)
                 return
-            state = cpu_random_state(draws_by_torch)
-        yield item
-        if draws_first:  # to save states and put them back takes longer than the next item
-            yield from items
-            return
+        self.report("enumerate" if _is_enumerated(caller) else "")
+
+
+def _caller() -> FrameType | None:
+    """Return the frame that asks for an item."""
+    return sys._getframe(2)
+
+
+def _is_enumerated(frame: FrameType | None) -> bool:
+    """Return whether `enumerate` counts what the generator of this frame yields."""
+    for counter in gc.get_objects():
+        if type(counter) is enumerate and any(
+            getattr(item, "gi_frame", None) is frame for item in gc.get_referents(counter)
+        ):
+            return True
+    return False

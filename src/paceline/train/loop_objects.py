@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ class LoopObjects:
     optimizers: list[torch.optim.Optimizer]
     loader: DataLoader[Any] | None
     schedulers: list[Any]
-    whole: list[torch.nn.Module]  # models that stay whole on every rank
+    whole_models: list[torch.nn.Module]  # models that stay whole on every rank
     scalers: list[torch.amp.GradScaler]
     by_part: list[torch.nn.Module]  # models of which the loop calls the parts
     sinks: tuple[MakeSink, ...] = ()
@@ -74,7 +75,7 @@ class LoopObjects:
         return self.models[0] if len(self.models) == 1 else torch.nn.ModuleList(self.models)
 
     def cut_by_tensor(self) -> dict[str, torch.nn.Module]:
-        """Return the models of which ranks of `tensor` are to have pieces, by the prefix of their names in `model`.
+        """Return the models of which ranks of `tensor` are to have shards, by the prefix of their names in `model`.
 
         Raises:
             WorkloadError: there is none that is trained.
@@ -114,7 +115,7 @@ class LoopObjects:
         for prefix, model in self.prefixed().items():
             if _is_trained(model) and not self._stays_whole(model):
                 found[prefix] = model
-        if self.whole and not found:
+        if self.whole_models and not found:
             raise WorkloadError(
                 "the plan gives each rank a part of the models that are trained",
                 "whole has all of these",
@@ -129,14 +130,14 @@ class LoopObjects:
         return found
 
     def _stays_whole(self, model: torch.nn.Module) -> bool:
-        return any(model is each for each in self.whole)
+        return any(model is whole_model for whole_model in self.whole_models)
 
     def prefixed(self) -> dict[str, torch.nn.Module]:
-        """Return what the loop calls, by the prefix of its names in `model`: models, or their parts."""
+        """Return the modules that the loop calls, models or their parts, by the prefix of their names in `model`."""
         found: dict[str, torch.nn.Module] = {}
         for number, model in enumerate(self.models):
             prefix = "" if len(self.models) == 1 else f"{number}."
-            if any(model is each for each in self.by_part):
+            if any(model is parted for parted in self.by_part):
                 found |= _parts_with_parameters(prefix, model)
             else:
                 found[prefix] = model
@@ -144,11 +145,18 @@ class LoopObjects:
 
     @property
     def scheduler(self) -> Any:
-        """Return what checkpoints keep of the schedulers and the scalers; None without any."""
+        """Return the schedulers and the scalers as one object for checkpoints; None without any."""
         found = [*self.schedulers, *self.scalers]
         if not found:
             return None
         return found[0] if len(found) == 1 else SeveralSchedulers(found)
+
+    def number_of(self, optimizer: torch.optim.Optimizer) -> int | None:
+        """Return the number of this optimizer, from 1; None if it is none of the job's."""
+        for number, own_optimizer in enumerate(self.optimizers, 1):
+            if own_optimizer is optimizer:
+                return number
+        return None
 
     def workload(self, seed: int) -> Workload:
         """Return the workload of a job of these objects: its loop has the loss."""
@@ -156,7 +164,7 @@ class LoopObjects:
         optimizer = self.optimizers[0]
         if len(self.optimizers) > 1:
             optimizer = SeveralOptimizers(self.optimizers)
-        # Of evaluation alone: the loop makes its own batches.
+        # Only for evaluation: the loop makes its own batches.
         batch_size = _EVALUATED if self.loader is None else self.loader.batch_size or _EVALUATED
         collate = None if self.loader is None else self.loader.collate_fn
         return Workload(
@@ -186,7 +194,7 @@ def _is_trained(model: torch.nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in model.parameters())
 
 
-def _no_loss(model: Any, batch: Any) -> Any:
+def _no_loss(model: object, batch: object) -> Any:
     raise LossError(
         "the loss should be that of the loop",
         "it was asked for outside of it",
@@ -195,14 +203,14 @@ def _no_loss(model: Any, batch: Any) -> Any:
 
 
 def sort_objects(
-    objects: tuple[Any, ...], whole: Iterable[torch.nn.Module] = (), by_part: Iterable[torch.nn.Module] = ()
+    objects: tuple[object, ...], whole_models: Iterable[torch.nn.Module] = (), by_part: Iterable[torch.nn.Module] = ()
 ) -> LoopObjects:
     """Return the objects by their kind.
 
     Args:
-        objects: that `paceline.prepare` was handed.
-        whole: those of the models that stay whole.
-        by_part: those of the models of which the loop calls the parts.
+        objects: the objects that `paceline.prepare` was handed.
+        whole_models: the models that stay whole on every rank.
+        by_part: the models of which the loop calls the parts.
 
     Raises:
         WorkloadError: one is of no known kind, there are too many or too few of a kind, or `whole` or `by_part` has
@@ -213,10 +221,10 @@ def sort_objects(
     loaders: list[DataLoader[Any]] = []
     schedulers: list[Any] = []
     scalers: list[torch.amp.GradScaler] = []
-    for number, each in enumerate(objects, 1):
-        kind = _kind_of(number, each)
+    for number, item in enumerate(objects, 1):
+        kind = _kind_of(number, item)
         of_kind: dict[str, list[Any]] = {"model": models, "optimizer": optimizers, "loader": loaders, "scaler": scalers}
-        of_kind.get(kind, schedulers).append(each)
+        of_kind.get(kind, schedulers).append(item)
     for name, found in (("model", models), ("optimizer", optimizers)):
         if not found:
             raise WorkloadError(
@@ -231,8 +239,8 @@ def sort_objects(
             "leave out the others: iterate over them as they are, where every rank sees all of their samples, or call "
             "job.evaluate(data_set, score), which splits them",
         )
-    for each in loaders:
-        check_loader(each)
+    for training_loader in loaders:
+        check_loader(training_loader)
     for model in models:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if tensor.is_meta:
@@ -241,31 +249,32 @@ def sort_objects(
                     f"{name} is on the meta device, without values",
                     "make the model on the CPU, or write model.to_empty(device='cpu') and load or reset its values",
                 )
-    for each in schedulers:
+    for scheduler in schedulers:
         fix = "make the scheduler of the optimizer that is handed in, after it"
-        check_optimizer(each, optimizers, "schedulers", "optimizers that paceline.prepare was handed", fix)
-    check_parameters([parameter for model in models for parameter in model.parameters()], optimizers)
+        check_optimizer(scheduler, optimizers, "schedulers", "optimizers that paceline.prepare was handed", fix)
+    all_parameters = itertools.chain.from_iterable(model.parameters() for model in models)
+    check_parameters(all_parameters, optimizers)
     loader = loaders[0] if loaders else None
-    kept_whole = _known_models("whole", whole, models)
+    known_whole = _known_models("whole", whole_models, models)
     parted = _known_models("by_part", by_part, models)
-    return LoopObjects(models, optimizers, loader, schedulers, kept_whole, scalers, parted)
+    return LoopObjects(models, optimizers, loader, schedulers, known_whole, scalers, parted)
 
 
 def _known_models(name: str, value: Any, models: list[torch.nn.Module]) -> list[torch.nn.Module]:
     """Return the models that an argument lists."""
     is_list = isinstance(value, Iterable) and not isinstance(value, torch.nn.Module)  # a Sequential is both
     found = list(value) if is_list else [value]
-    for each in found:
-        if not is_list or not any(each is model for model in models):
+    for item in found:
+        if not is_list or not any(item is model for model in models):
             raise WorkloadError(
                 f"{name} is a list of models that paceline.prepare is handed too",
-                f"it is {shown(each)}" if not is_list else f"it has {shown(each)}, which is none of them",
+                f"it is {shown(item)}" if not is_list else f"it has {shown(item)}, which is none of them",
                 f"write paceline.prepare(student, critic, optimizer, {name}=[critic])",
             )
     return found
 
 
-def _kind_of(number: int, value: Any) -> str:
+def _kind_of(number: int, value: object) -> str:
     kinds = ((torch.nn.Module, "model"), (torch.optim.Optimizer, "optimizer"), (DataLoader, "loader"))
     for kind, name in kinds:
         if isinstance(value, kind):
@@ -290,7 +299,7 @@ def _kind_of(number: int, value: Any) -> str:
     raise WorkloadError(_CALL, f"object {number} is {shown(value)}", _advice(value))
 
 
-def _advice(value: Any) -> str:
+def _advice(value: object) -> str:
     if inspect.isclass(value):
         return f"hand in an object, such as {value.__name__}(...), in place of the class"
     if inspect.isgenerator(value):
@@ -305,8 +314,8 @@ def _advice(value: Any) -> str:
     return "leave it out: job, model, optimizer, loader = paceline.prepare(model, optimizer, loader)"
 
 
-def _listed(objects: tuple[Any, ...]) -> str:
-    return ", ".join(type(each).__name__ for each in objects) or "nothing"
+def _listed(objects: tuple[object, ...]) -> str:
+    return ", ".join(type(item).__name__ for item in objects) or "nothing"
 
 
 def check_parameters(parameters: Iterable[torch.nn.Parameter], optimizers: list[torch.optim.Optimizer]) -> None:
@@ -328,5 +337,7 @@ def updated_by(
     optimizer: torch.optim.Optimizer, named: Mapping[str, torch.nn.Parameter]
 ) -> dict[str, torch.nn.Parameter]:
     """Return those of the named parameters that an optimizer updates."""
-    own = {parameter for group in groups_of(optimizer) for parameter in group["params"]}
-    return {name: parameter for name, parameter in named.items() if parameter in own}
+    own_parameters: set[torch.nn.Parameter] = set()
+    for group in groups_of(optimizer):
+        own_parameters.update(group["params"])
+    return {name: parameter for name, parameter in named.items() if parameter in own_parameters}

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.nouns.errors import ReadError
-from paceline.nouns.reading import COUNT, read_json
+from paceline.nouns.reading import COUNT, read_by_rank, write_whole
 
 FOLDER = "memory"
 VERSION = 1
@@ -25,16 +24,17 @@ _FORM = {
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """What a rank's memory holds.
+    """The bytes in a rank's memory.
 
     Attributes:
-        rank: whose.
-        step: after which it was counted.
-        device: whose memory, such as "cpu".
-        by_kind: bytes of "parameters", "buffers", "gradients" and "optimizer state", and as "rest" what the peak has
-            beside them: activations, and on a CPU the whole process.
-        peak: bytes: on a CPU the largest resident memory of the process so far, on a GPU torch's largest allocation.
-        name: of the GPU, such as "NVIDIA A100-SXM4-80GB"; "" for a CPU.
+        rank: the rank whose memory it is.
+        step: the step after which it was counted.
+        device: the device whose memory it is, such as "cpu".
+        by_kind: the bytes of "parameters", "buffers", "gradients" and "optimizer state", and as "rest" what the peak
+            has beside them: activations, and on a CPU the whole process.
+        peak: the peak in bytes: on a CPU the largest resident memory of the process so far, on a GPU torch's largest
+            allocation.
+        name: the name of the GPU, such as "NVIDIA A100-SXM4-80GB"; "" for a CPU.
     """
 
     rank: int
@@ -49,36 +49,27 @@ def write_memory(run_dir: Path, rank: int, content: Mapping[str, int | str]) -> 
     """Write a rank's file. Where that can't be, training goes on without.
 
     Args:
-        run_dir: of the job.
-        rank: this process's.
-        content: step, device, its name, peak, and bytes by kind.
+        run_dir: the run directory of the job.
+        rank: the rank of this process.
+        content: the step, device, its name, peak, and bytes by kind.
     """
     path = run_dir / FOLDER / f"{rank}.json"
-    draft = path.with_name(f".{path.name}.draft")
     with contextlib.suppress(OSError):
         path.parent.mkdir(exist_ok=True)
-        draft.write_text(json.dumps({"version": VERSION, "rank": rank, **content}) + "\n")
-        draft.replace(path)
+        write_whole(path, json.dumps({"version": VERSION, "rank": rank, **content}) + "\n")
 
 
 def read_memory(run_dir: Path, ranks: int) -> list[RankMemory]:
-    """Return what the ranks of a job have written, by rank; of those that have not yet, nothing.
+    """Return the memory of the ranks that have written theirs, by rank.
 
     Args:
-        run_dir: of the job.
-        ranks: how many it has now; an earlier start may have had more.
+        run_dir: the run directory of the job.
+        ranks: the number of ranks that it has now; an earlier start may have had more.
     """
     found = []
-    for path in (run_dir / FOLDER).glob("*.json"):
-        if not path.stem.isdecimal() or int(path.stem) >= ranks:
-            continue
-        try:
-            value = read_json(path, _FORM)
-        except ReadError:
-            continue
-        if value["version"] == VERSION:
+    for rank, value in read_by_rank(run_dir / FOLDER, _FORM).items():
+        if rank < ranks and value["version"] == VERSION:
             kinds = {kind: value[kind] for kind in ("parameters", "buffers", "gradients", "optimizer state")}
             kinds["rest"] = max(0, value["peak"] - sum(kinds.values()))
-            name = value.get("name", "")
-            found.append(RankMemory(int(path.stem), value["step"], value["device"], kinds, value["peak"], name))
-    return sorted(found, key=lambda row: row.rank)
+            found.append(RankMemory(rank, value["step"], value["device"], kinds, value["peak"], value.get("name", "")))
+    return found

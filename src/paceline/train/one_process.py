@@ -6,7 +6,7 @@ gradients    of the batch's mean loss, before they are clipped: the ranks' with 
 updates      of parameters: what this process's optimizer makes of the ranks' gradients, with what theirs made
 
 A difference is measured by the norm of each tensor. What it may be depends on the precision; where it is more, the step
-is taken again in float64, which shows how far rounding alone is from the truth.
+is taken again in float64, which shows how far rounding by itself is from the truth.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.checkpoint.manifest import read_manifest
 from paceline.comm.batch_norm import SharedForward
 from paceline.comm.collectives import AxisComm
 from paceline.comm.ledger import Ledger
+from paceline.torch_private.modules import NormBase
 from paceline.train import snapshot
+from paceline.train.forked_process import SharedTensors
+from paceline.train.plain_step import norm_of, wide
+from paceline.train.rank_draws import RankDraws
 
 # Of a tensor's norm. Float32 keeps six digits of a sum, of which deep models lose two or three.
 TOLERANCES = {"float64": 1e-7, "float32": 2e-3, "bf16": 5e-2, "fp16": 2e-2}
@@ -41,9 +44,9 @@ class Found:
     """The first difference, or none.
 
     Attributes:
-        kind: "gradient", "update" or "buffer".
-        name: of the tensor.
-        distance: the norm of the difference, relative to the tensor's.
+        kind: "gradient", "update", "statistics" or "buffer".
+        name: the name of the tensor.
+        distance: the norm of the difference, relative to the norm of the tensor.
     """
 
     kind: str = ""
@@ -51,22 +54,89 @@ class Found:
     distance: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The largest differences that are allowed after a step.
+
+    Attributes:
+        buffer: the limit for buffers, relative to a buffer's norm.
+        update: the limit for updates, relative to the norm of a parameter's update.
+        floor: the share of the norm of all updates: a smaller update is compared with that.
+        are_statistics_shared: True if batch norms take the statistics of the whole batch.
+    """
+
+    buffer: float
+    update: float = UPDATE_TOLERANCE
+    floor: float = 0.0
+    are_statistics_shared: bool = True
+
+
+Forms = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype of whole tensors, by name
+_GRADIENT, _VALUE, _STATE, _HAS_GRADIENT = "gradient/", "value/", "state/", "has gradient"
+
+
+class RanksStep:
+    """What the ranks made of a step, in memory that a forked process sees too.
+
+    Args:
+        forms: the shapes and dtypes of the model's tensors, by name.
+        states: the states of the ranks' generators, one for each part of the batch.
+    """
+
+    def __init__(self, forms: Forms, states: Sequence[torch.Tensor]) -> None:
+        self.names = list(forms)
+        shared: list[tuple[str, tuple[int, ...], torch.dtype]] = [(_HAS_GRADIENT, (len(forms),), torch.int64)]
+        for name, (shape, dtype) in forms.items():
+            shared += [(_GRADIENT + name, shape, dtype), (_VALUE + name, shape, dtype)]
+        for number, state in enumerate(states):
+            shared.append((f"{_STATE}{number}", tuple(state.shape), state.dtype))
+        self._parts = len(states)
+        self._tensors = SharedTensors(shared).tensors
+
+    def give_gradients(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
+        """Hand over gradients; None of a parameter that has none."""
+        for name, gradient in gradients.items():
+            self._tensors[_HAS_GRADIENT][self.names.index(name)] = gradient is not None
+            if gradient is not None:
+                self._tensors[_GRADIENT + name].copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+
+    def give_values(self, values: Mapping[str, torch.Tensor], states: Sequence[torch.Tensor]) -> None:
+        """Hand over the values and the generators' states after the step."""
+        for name, value in values.items():
+            self._tensors[_VALUE + name].copy_(value)
+        for number, state in enumerate(states):
+            self._tensors[f"{_STATE}{number}"].copy_(state)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Return the gradients, without parameters that have none."""
+        flags = self._tensors[_HAS_GRADIENT].tolist()
+        return {name: self._tensors[_GRADIENT + name] for name, flag in zip(self.names, flags, strict=True) if flag}
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Return parameters and buffers after the step."""
+        return {name: self._tensors[_VALUE + name] for name in self.names}
+
+    def drew_as(self, states: Sequence[torch.Tensor]) -> bool:
+        """Return whether the ranks' generators are where `states` are."""
+        return all(torch.equal(state, self._tensors[f"{_STATE}{number}"]) for number, state in enumerate(states))
+
+
 def first_gradient_difference(
-    here: Mapping[str, torch.Tensor | None], ranks: Mapping[str, torch.Tensor], tolerance: float
+    one_process: Mapping[str, torch.Tensor | None], ranks: Mapping[str, torch.Tensor], tolerance: float
 ) -> Found | None:
     """Return the largest difference of gradients that is larger than it may be.
 
     Args:
-        here: the gradients of one process by name; None where there is none.
-        ranks: those of the ranks, without those that have none.
-        tolerance: relative.
+        one_process: the gradients of one process by name; None where there is none.
+        ranks: the gradients of the ranks, without those that have none.
+        tolerance: the largest relative difference that is allowed.
     """
     largest: Found | None = None
-    total = math.sqrt(sum(_norm(gradient) ** 2 for gradient in here.values() if gradient is not None))
-    for name, gradient in here.items():
-        other = ranks.get(name)
-        expected = 0.0 if gradient is None else _norm(gradient)
-        distance = _norm(_difference(gradient, other))
+    total = math.sqrt(sum(norm_of(gradient) ** 2 for gradient in one_process.values() if gradient is not None))
+    for name, gradient in one_process.items():
+        gradient_of_ranks = ranks.get(name)
+        expected = 0.0 if gradient is None else norm_of(gradient)
+        distance = norm_of(_difference(gradient, gradient_of_ranks))
         scale = max(expected, _FLOOR * total)
         if not distance <= tolerance * scale and (largest is None or not distance / scale <= largest.distance):
             largest = Found("gradient", name, distance / scale if scale else math.inf)
@@ -81,18 +151,18 @@ def first_update_difference(
     """Return the largest difference of parameters after the update that is larger than it may be.
 
     Args:
-        values: by name, before the step; after it in one process; and on the ranks.
-        tolerance: of the norm of a parameter's update.
-        floor: of the norm of all updates: a smaller update is compared with that.
+        values: the values by name: before the step; after it in one process; and on the ranks.
+        tolerance: the tolerance, relative to the norm of a parameter's update.
+        floor: the share of the norm of all updates: a smaller update is compared with that.
     """
-    before, here, ranks = values
+    before, one_process, ranks = values
     largest: Found | None = None
-    updates = {name: _norm(_wide(value) - _wide(before[name])) for name, value in here.items()}
+    updates = {name: norm_of(wide(value) - wide(before[name])) for name, value in one_process.items()}
     total = math.sqrt(sum(update**2 for update in updates.values()))
-    for name, value in here.items():
+    for name, value in one_process.items():
         scale = max(updates[name], floor * total)
-        rounding = _ROUNDING_OF_VALUES * _epsilon(value) * _norm(value)
-        distance = _norm(_difference(value, ranks[name]))
+        rounding = _ROUNDING_OF_VALUES * _epsilon(value) * norm_of(value)
+        distance = norm_of(_difference(value, ranks[name]))
         if distance <= tolerance * scale + rounding:
             continue
         relative = distance / scale if scale else math.inf
@@ -101,15 +171,34 @@ def first_update_difference(
     return largest
 
 
-def first_buffer_difference(
-    here: Mapping[str, torch.Tensor], ranks: Mapping[str, torch.Tensor], tolerance: float
+def first_value_difference(
+    model: torch.nn.Module, before: Mapping[str, torch.Tensor], ranks: Mapping[str, torch.Tensor], limits: Limits
+) -> Found | None:
+    """Return the first difference of what a step leaves: of updates, of batch norms' statistics, of other buffers.
+
+    Args:
+        model: the model after the step in one process.
+        before: the values by name before the step.
+        ranks: the values of the ranks after the step.
+        limits: the largest differences that are allowed.
+    """
+    one_process = {name: parameter.detach() for name, parameter in model.named_parameters() if name in ranks}
+    found = first_update_difference((before, one_process, ranks), limits.update, limits.floor)
+    statistics, other_buffers = _sort_buffers(model, ranks)
+    if found is None and limits.are_statistics_shared:
+        found = _first_buffer_difference("statistics", statistics, ranks, limits.buffer)
+    return found or _first_buffer_difference("buffer", other_buffers, ranks, limits.buffer)
+
+
+def _first_buffer_difference(
+    kind: str, one_process: Mapping[str, torch.Tensor], ranks: Mapping[str, torch.Tensor], tolerance: float
 ) -> Found | None:
     """Return the first buffer that is another one, relative to its norm."""
-    for name, value in here.items():
-        distance = _norm(_difference(value, ranks[name]))
-        scale = max(_norm(value), _norm(ranks[name]))
+    for name, value in one_process.items():
+        distance = norm_of(_difference(value, ranks[name]))
+        scale = max(norm_of(value), norm_of(ranks[name]))
         if not distance <= tolerance * scale:
-            return Found("buffer", name, distance / scale if scale else math.inf)
+            return Found(kind, name, distance / scale if scale else math.inf)
     return None
 
 
@@ -117,24 +206,24 @@ def _difference(first: torch.Tensor | None, second: torch.Tensor | None) -> torc
     if first is None or second is None:
         present = first if second is None else second
         return torch.zeros(()) if present is None else present
-    one, other = _wide(first), _wide(second)
+    first_wide, second_wide = wide(first), wide(second)
     # An infinity is no difference from itself, and a NaN is none from another.
-    is_same = (one == other) | (one.isnan() & other.isnan())
-    return torch.where(is_same, 0.0, one - other)
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    dense = tensor.to_dense() if tensor.is_sparse else tensor
-    return dense.to(torch.complex128 if dense.is_complex() else torch.float64)
-
-
-def _norm(tensor: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(_wide(tensor.detach())))
+    is_same = (first_wide == second_wide) | (first_wide.isnan() & second_wide.isnan())
+    return torch.where(is_same, 0.0, first_wide - second_wide)
 
 
 def _epsilon(tensor: torch.Tensor) -> float:
     is_inexact = tensor.is_floating_point() or tensor.is_complex()
     return torch.finfo(tensor.dtype).eps if is_inexact else 0.0
+
+
+def answer_of(found: Found | None, draws: RankDraws) -> dict[str, Any]:
+    """Return the difference, as JSON, or the reason why there is no comparison, where it may come from draws."""
+    if found is None:
+        return {}
+    if draws.has_drawn and not draws.is_certain:
+        return {"reason": "it is not certain which random numbers belong to which samples"}
+    return {"kind": found.kind, "name": found.name, "distance": found.distance}
 
 
 def own_batch_norms(model: torch.nn.Module) -> None:
@@ -163,53 +252,39 @@ def is_rounding(
     """Return whether a difference of gradients can be rounding.
 
     Args:
-        found: the difference.
-        narrow: gradients of one process in the job's precision.
-        wide: in float64.
+        found: the difference that was found.
+        narrow: the gradients of one process in the job's precision.
+        wide: the gradients of one process in float64.
     """
-    rounding = _norm(_difference(narrow[found.name], wide[found.name]))
+    rounding = norm_of(_difference(narrow[found.name], wide[found.name]))
     expected = narrow[found.name]
-    scale = 0.0 if expected is None else _norm(expected)
+    scale = 0.0 if expected is None else norm_of(expected)
     return found.distance * scale <= _ROUNDINGS * rounding
 
 
 def set_gradients(parameters: Mapping[str, torch.nn.Parameter], gradients: Mapping[str, torch.Tensor]) -> None:
     """Give parameters the ranks' gradients; None to those that have none."""
     for name, parameter in parameters.items():
-        own = parameter.grad
+        gradient = parameter.grad
         if name not in gradients:
             parameter.grad = None
-        elif own is not None and own.is_sparse:
+        elif gradient is not None and gradient.is_sparse:
             parameter.grad = gradients[name].clone().to_sparse(1)
         else:
             parameter.grad = gradients[name].clone()
 
 
-def clip(parameters: Mapping[str, torch.nn.Parameter], max_norm: float) -> float:
-    """Clip gradients, sparse ones too, by the norm of all of them; return the norm."""
-    gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
-    norm = math.sqrt(sum(_norm(gradient) ** 2 for gradient in gradients))
-    for gradient in gradients:
-        gradient.mul_(min(1.0, max_norm / (norm + 1e-6)))  # 1e-6 as in torch.nn.utils.clip_grad_norm_
-    return norm
-
-
-def same_numbers(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
-    """Return whether two lists of generators' states are equal."""
-    return all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-
-
-def sort_buffers(
-    model: torch.nn.Module, wanted: Container[str]
+def _sort_buffers(
+    model: torch.nn.Module, names: Container[str]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return those of a model's buffers that batch norms have, which are those of the whole batch, and the others."""
-    norms = {name for name, module in model.named_modules() if isinstance(module, _NormBase)}
+    norms = {name for name, module in model.named_modules() if isinstance(module, NormBase)}
     statistics: dict[str, torch.Tensor] = {}
-    others: dict[str, torch.Tensor] = {}
+    other_buffers: dict[str, torch.Tensor] = {}
     for name, buffer in model.named_buffers():
-        if name in wanted:
-            (statistics if name.rpartition(".")[0] in norms else others)[name] = buffer
-    return statistics, others
+        if name in names:
+            (statistics if name.rpartition(".")[0] in norms else other_buffers)[name] = buffer
+    return statistics, other_buffers
 
 
 def other_generators() -> tuple[Any, ...]:
@@ -223,9 +298,9 @@ def load_whole_state(folder: Path, model: torch.nn.Module, optimizer: Any) -> No
     """Give an optimizer the state of all parameters that a checkpoint has. A rank may have that of its own only.
 
     Args:
-        folder: the checkpoint.
-        model: whole.
-        optimizer: of the whole model.
+        folder: the folder of the checkpoint.
+        model: the model, whole on this process.
+        optimizer: the optimizer of the whole model.
 
     Raises:
         CheckpointError: the checkpoint does not fit the optimizer.

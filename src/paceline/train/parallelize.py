@@ -1,4 +1,4 @@
-"""Make the workload's model as this rank holds it: replicated, sharded, or split into pieces and stages.
+"""Make the workload's model as this rank holds it: replicated, sharded, or split as a graph.
 
 What splits a model imports much of torch, seconds of it; plans that only replicate never come to that.
 """
@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,24 +22,43 @@ from paceline.nouns.mesh import GRAPH_AXES, Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.schedule import STAGES_PER_RANK
 from paceline.nouns.workload import Workload
-from paceline.parallel.apply import Comms
 from paceline.parallel.effects import check_effects, placement_of
+from paceline.parallel.engine.engine import Comms
 from paceline.parallel.float8 import use_float8
-from paceline.parallel.model_adapter import EagerAdapter, ModelAdapter
+from paceline.parallel.model_adapter import Autocast, EagerAdapter, ModelAdapter
 from paceline.parallel.offload_activations import (
     OffloadedActivations,
     check_can_offload,
     nothing_offloaded,
     offload_blocks,
 )
-from paceline.parallel.replicate.strategy import broadcast_state
+from paceline.parallel.replicate.replicate_strategy import broadcast_state
 from paceline.train import prepare
 from paceline.train.precision import autocast_dtype, autocast_of
 
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 _LARGE_BYTES = 4 * 2**20
 
-Fake = Callable[[], contextlib.AbstractContextManager[Any]]
+Fake = Callable[[], contextlib.AbstractContextManager[object]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Build:
+    """The arguments for building a model that ranks hold in parts.
+
+    Attributes:
+        autocast: the autocast context of the workload's precision.
+        example: a micro-batch, from which shapes are known.
+        fake: a function that returns a context in which tensors have no values; None where they have some.
+    """
+
+    autocast: Autocast
+    example: object
+    fake: Fake | None
+
+    def allocating(self) -> contextlib.AbstractContextManager[object]:
+        """Return the context in which this rank's tensors are made."""
+        return contextlib.nullcontext() if self.fake is None else self.fake()
 
 
 def parallelize_model(
@@ -47,12 +67,13 @@ def parallelize_model(
     """Make the model as the plan wants it on this rank.
 
     Args:
-        workload: makes the model.
-        comms: the mesh's axes.
-        plan: its mesh and options.
-        device: where this rank computes.
+        workload: the workload, which makes the model.
+        comms: the communicators of the mesh's axes.
+        plan: the mesh and the options.
+        device: the device on which this rank computes.
         example: a micro-batch, from which the shapes that a split model is captured for are known.
-        fake: a context in which tensors have no values; then the model is made in it, to try a step out.
+        fake: a function that returns a context in which tensors have no values; then the model is made in it, to try a
+            step out.
 
     Raises:
         WorkloadError, PlanError: the model can't be split so.
@@ -66,9 +87,9 @@ def parallelize_model(
     if is_split or mesh.size("shard") > 1:
         _return_freed_memory()
     if is_split:
-        return _split(workload, comms, plan, device, (context, example, fake))  # type: ignore[no-any-return]
-    if mesh.size("shard") > 1:
-        return _sharded(workload, comms, plan, device, (context, example, fake))  # type: ignore[no-any-return]
+        return _split(workload, comms, plan, device, _Build(context, example, fake))
+    if mesh.size("shard") > 1 and not plan.shares_updates:
+        return _sharded(workload, comms, plan, device, _Build(context, example, fake))
     if fake is None:
         model = prepare.make_model(workload, device, comms.data)
         check_effects(model, (), placement_of(plan, is_loop=False))
@@ -80,13 +101,30 @@ def parallelize_model(
         with fake(), place:
             model = prepare.make_model_without_values(workload)
     notices, offloaded = change_blocks(model, plan, device, fake is None)
-    placed = EagerAdapter(model, context, _statistics(workload, model, comms), example)
+    placed = _unsplit(model, context, comms, plan, _statistics(workload, model, comms), example)
     placed.notices = notices
     placed.offloaded = offloaded
     return placed
 
 
-def _split(workload: Workload, comms: Comms, plan: Plan, device: torch.device, run: tuple[Any, Any, Any]) -> Any:
+def _unsplit(
+    model: torch.nn.Module,
+    context: Autocast,
+    comms: Comms,
+    plan: Plan,
+    shared: SharedStatistics | None,
+    example: Any,
+) -> EagerAdapter:
+    if not plan.shares_updates:
+        return EagerAdapter(model, context, shared, example)
+    from paceline.parallel.shard.blocks import check_dense
+    from paceline.parallel.shard.owner_adapter import OwnerAdapter
+
+    check_dense(model)
+    return OwnerAdapter(model, context, comms.axes, plan, shared, example)
+
+
+def _split(workload: Workload, comms: Comms, plan: Plan, device: torch.device, build: _Build) -> ModelAdapter:
     from paceline.parallel.graph_adapter import GraphAdapter
 
     if plan.offload == "on":
@@ -95,27 +133,26 @@ def _split(workload: Workload, comms: Comms, plan: Plan, device: torch.device, r
             "beside tensor, context or pipeline it stays on the rank's device",
             "leave offload out, or write shard alone",
         )
-    context, example, fake = run
     # Step 1: the model's form; its values are made in step 3, unless its factory can't be deferred.
-    values, form = _values_and_form(workload, fake)
+    values, form = _values_and_form(workload, build.fake)
     check_effects(form, (), placement_of(plan, is_loop=False))
     split = split_model(workload, form, comms.axes, plan, device)
     # Step 2: the layout and the stages, from one micro-batch.
-    split.decide(workload.loss, example)
+    split.decide(workload.loss, build.example)
     _check_writable(split, mesh=Mesh.parse(plan.mesh))
-    with contextlib.nullcontext() if fake is None else fake():
+    with build.allocating():
         split.allocate()
     if workload.micro_batch_size is None and comms.data.size > 1:
         split.shared = SharedStatistics(comms.data)
-    # Step 3: values, one tensor at a time: each rank keeps its piece and drops the rest.
+    # Step 3: values, one tensor at a time: each rank keeps its shard and drops the rest.
     digests = []
     for name, tensor in values:
         split.fill(name, tensor)
         digests.append(_digest(tensor))
-    if fake is None:
+    if build.fake is None:
         _check_same_everywhere(digests, comms.step)
-    with contextlib.nullcontext() if fake is None else fake():
-        return GraphAdapter(split, comms.axes, plan, comms.step.peers[comms.step.rank], context)
+    with build.allocating():
+        return GraphAdapter(split, comms.axes, plan, comms.step.peers[comms.step.rank], build.autocast)
 
 
 def split_model(
@@ -124,11 +161,12 @@ def split_model(
     """Return the model as `SplitModel` cuts it on one rank, before `decide`.
 
     Args:
-        workload: its precision.
+        workload: the workload, for its precision.
         form: the model, with or without values.
-        axes: `tensor`, `context`, `expert` and `pipeline`, of this rank; without process groups if nothing is to run.
-        plan: the mesh's schedule and options.
-        device: where the rank computes.
+        axes: the communicators of `tensor`, `context`, `expert` and `pipeline` of this rank; without process groups if
+            nothing is to run.
+        plan: the plan, for its schedule and options.
+        device: the device on which the rank computes.
     """
     from paceline.graph.skeleton import skeleton
     from paceline.parallel.graph_model import SplitModel
@@ -157,25 +195,25 @@ def _check_writable(split: Any, mesh: Mesh) -> None:
         )
 
 
-def _sharded(workload: Workload, comms: Comms, plan: Plan, device: torch.device, run: tuple[Any, Any, Any]) -> Any:
+def _sharded(workload: Workload, comms: Comms, plan: Plan, device: torch.device, build: _Build) -> ModelAdapter:
     from paceline.graph.skeleton import skeleton
-    from paceline.parallel.shard.fsdp_adapter import FsdpAdapter
+    from paceline.parallel.shard.fsdp_adapter import ForwardSettings, FsdpAdapter
 
-    context, example, fake = run
-    values, form = _values_and_form(workload, fake)
+    values, form = _values_and_form(workload, build.fake)
     check_effects(form, (), placement_of(plan, is_loop=False))
     model = skeleton(form, _dtype(workload)).train()
     shared = _statistics(workload, model, comms)
-    notices, offloaded = change_blocks(model, plan, device, fake is None)
-    with contextlib.nullcontext() if fake is None else fake():
-        sharded = FsdpAdapter(model, comms.axes, plan, device, (context, example, shared))
+    notices, offloaded = change_blocks(model, plan, device, build.fake is None)
+    with build.allocating():
+        settings = ForwardSettings(build.autocast, build.example, shared)
+        sharded = FsdpAdapter(model, comms.axes, plan, device, settings)
     sharded.notices = notices
     sharded.offloaded = offloaded
     digests = []
     for name, tensor in values:
         sharded.fill(name, tensor)
         digests.append(_digest(tensor))
-    if fake is None:
+    if build.fake is None:
         _check_same_everywhere(digests, comms.step)
     return sharded
 
@@ -186,10 +224,10 @@ def change_blocks(
     """Apply float8, activation checkpointing and torch.compile to a model that runs by its own code.
 
     Args:
-        model: changed in place.
-        plan: its options.
-        device: where the model computes.
-        is_real: whether it does; False while a step is predicted.
+        model: the model, which is changed in place.
+        plan: the plan, for its options.
+        device: the device on which the model computes.
+        is_real: True if it computes there; False while a step is predicted.
 
     Returns:
         Notices, and the activations that the plan has in the host's memory, if any.
@@ -230,7 +268,7 @@ def _statistics(workload: Workload, model: torch.nn.Module, comms: Comms) -> Sha
 def _return_freed_memory() -> None:
     """Have glibc give large freed blocks back at once: what `shard` frees must not stay with the process.
 
-    By itself it keeps blocks of up to 32 MiB for later, in pieces: four ranks of a model of 100 million parameters
+    By itself it keeps blocks of up to 32 MiB for later, in fragments: four ranks of a model of 100 million parameters
     held 2.0 GiB each instead of 0.6 (measured, glibc 2.36).
     """
     if sys.platform == "linux":

@@ -1,4 +1,4 @@
-"""Say where the path of a model depends on the values of its batch: N ranks then compute other numbers than one does.
+"""Report where a model's path depends on the values of its batch: N ranks then compute other numbers than one does.
 
 `if bool(done.all()): break` in a forward pass looks at all samples of a batch. A rank sees only its own, and stops
 earlier. That can be meant, and may change nothing, so it is a notice: in the first steps each rank counts what every
@@ -17,6 +17,7 @@ from contextlib import ExitStack
 import torch
 
 from paceline.comm.collectives import AxisComm
+from paceline.torch_private.modules import is_compiled
 from paceline.train.control_flow_trace import Branches
 
 FIRST_STEPS = 3
@@ -28,8 +29,8 @@ class Paths:
     """Compares the paths that ranks with different samples take.
 
     Args:
-        comm: these ranks.
-        notice: prints a line.
+        comm: the communicator of these ranks.
+        notice: a function that prints a line.
     """
 
     def __init__(self, comm: AxisComm, notice: Callable[[str], None]) -> None:
@@ -37,7 +38,7 @@ class Paths:
         self.notice = notice
         self.steps = 0  # that were compared
         self.counts: Counts = {}
-        self.told: set[str] = set()
+        self.reported: set[str] = set()
         self.watching = ExitStack()  # a loop's models are watched from one step's end to the next
         self.is_watching = comm.size > 1 and self.steps < FIRST_STEPS  # in the first steps; equal on all ranks
 
@@ -46,7 +47,7 @@ class Paths:
         """Count what the code inside sees.
 
         Args:
-            in_models: count only what a module looks at while gradients are taken, and not the loop around it.
+            in_models: True to count only what a module looks at while gradients are taken, and not the loop around it.
         """
         if not self.is_watching:
             yield
@@ -55,7 +56,7 @@ class Paths:
             try:
                 yield
             finally:
-                for line, outcome in branches.taken:
+                for line, outcome in branches.outcomes:
                     counts = self.counts.setdefault(line, [0, 0, 0])
                     counts[2 if outcome is None else 1 - outcome] += 1
 
@@ -79,25 +80,24 @@ class Paths:
         self.stop()
         self.steps += 1
         self.is_watching = self.steps < FIRST_STEPS
-        text = json.dumps(self.counts).encode()
+        texts = self.comm.all_gather_text(json.dumps(self.counts))
         self.counts = {}
-        rows = self.comm.all_gather(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        by_rank: list[Counts] = [json.loads(bytes(row.tolist())) for row in rows]
+        by_rank: list[Counts] = [json.loads(text) for text in texts]
         # A rank without any counts has had no samples.
         ranks = [rank for rank, counts in zip(self.comm.peers, by_rank, strict=True) if counts]
         seen = [counts for counts in by_rank if counts]
         for line in dict.fromkeys(line for counts in seen for line in counts):
             at_line = [counts.get(line, [0, 0, 0]) for counts in seen]
-            other = next((index for index, counts in enumerate(at_line) if counts != at_line[0]), None)
-            if other is not None and line not in self.told:
-                self._tell(line, (ranks[0], at_line[0]), (ranks[other], at_line[other]))
+            differing = next((index for index, counts in enumerate(at_line) if counts != at_line[0]), None)
+            if differing is not None and line not in self.reported:
+                self._report(line, (ranks[0], at_line[0]), (ranks[differing], at_line[differing]))
 
-    def _tell(self, line: str, first: tuple[int, list[int]], other: tuple[int, list[int]]) -> None:
-        self.told.add(line)
+    def _report(self, line: str, first: tuple[int, list[int]], second: tuple[int, list[int]]) -> None:
+        self.reported.add(line)
         self.notice(
             f"the path at {line} depends on the values of the batch: on rank {first[0]} it {_described(first[1])}, on "
-            f"rank {other[0]}, which has other samples, it {_described(other[1])}. Unless that changes no result, the "
-            "losses are not those of one process: choose by torch.where or a mask for each sample, or take a fixed "
+            f"rank {second[0]}, which has other samples, it {_described(second[1])}. Unless that changes no result, "
+            "the losses are not those of one process: choose by torch.where or a mask for each sample, or take a fixed "
             "number of rounds; `paceline verify` tells"
         )
 
@@ -112,4 +112,4 @@ def _described(counts: list[int]) -> str:
 
 def has_compiled(model: torch.nn.Module) -> bool:
     """True if a module is compiled by torch: it does not run line by line."""
-    return any(module._compiled_call_impl is not None or hasattr(module, "_orig_mod") for module in model.modules())
+    return any(is_compiled(module) for module in model.modules())

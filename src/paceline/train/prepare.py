@@ -12,7 +12,7 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from paceline.checkpoint import owner as owners
-from paceline.checkpoint.manifest import CHECKPOINTS, MANIFEST, remove_partial_in, try_writing
+from paceline.checkpoint.manifest import CHECKPOINTS, MANIFEST, OPTIMIZER, remove_partial_in, try_writing
 from paceline.checkpoint.owner import TOKEN
 from paceline.comm.batch_norm import takes_batch, without_sync
 from paceline.comm.collectives import AxisComm
@@ -22,7 +22,8 @@ from paceline.nouns.mesh import CUTTING_AXES, GRAPH_AXES, Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.shard_spec import ShardSpec
 from paceline.nouns.workload import Workload
-from paceline.parallel.apply import Comms, strategy_of
+from paceline.parallel.engine.declared import strategy_of
+from paceline.parallel.engine.engine import Comms
 from paceline.parallel.model_adapter import EagerAdapter, ModelAdapter
 from paceline.parallel.optimizer_list import OptimizerList, as_one, check_shared_out
 from paceline.parallel.optimizer_parts import parts_of
@@ -59,7 +60,7 @@ _tokens: dict[Path, str] = {}  # by run directory
 
 
 def learn_owner(environment: Mapping[str, str]) -> None:
-    """Note the token of the job that has the run directory.
+    """Read the token of the job that has the run directory.
 
     Call it once the ranks have met: by then rank 0 has taken the folder.
     """
@@ -91,11 +92,11 @@ def read_plan(environment: Mapping[str, str], size: int) -> Plan:
 
 
 def data_parts(environment: Mapping[str, str], size: int) -> int:
-    """Return into how many parts the ranks cut a batch.
+    """Return the number of parts into which the ranks cut a batch.
 
     Args:
-        environment: of the process. In the one process with which `verify` compares ranks, DATA_PARTS has the ranks'
-            number, so that its batches are as large.
+        environment: the environment of the process. In the one process with which `verify` compares ranks, DATA_PARTS
+            has the ranks' number, so that its batches are as large.
         size: the number of ranks.
     """
     if DATA_PARTS in environment:
@@ -184,9 +185,9 @@ def make_optimizer(workload: Workload, model: torch.nn.Module, states: str = "fu
     """Make the optimizer, over parameters of the model only.
 
     Args:
-        workload: it makes it.
-        model: as this rank has it.
-        states: the plan's `optimizer_states`.
+        workload: the workload, which makes the optimizer.
+        model: the model as this rank has it.
+        states: the precision of its states: the plan's `optimizer_states`.
 
     Raises:
         PlanError: the optimizer has no such states.
@@ -205,7 +206,7 @@ def make_optimizer(workload: Workload, model: torch.nn.Module, states: str = "fu
             fix,
         )
     # Its `step` calls a closure, which would have to run the whole distributed step.
-    if any(isinstance(one, torch.optim.LBFGS) for one in parts_of(optimizer)):
+    if any(isinstance(part, torch.optim.LBFGS) for part in parts_of(optimizer)):
         raise WorkloadError(
             "the optimizer should update once per step",
             "LBFGS evaluates the loss several times in a step",
@@ -228,14 +229,14 @@ def keep_own(optimizer: torch.optim.Optimizer, mesh: Mesh, placed: ModelAdapter)
     What it can't update in parts is updated whole from now on.
 
     Returns:
-        What checks parameters that the optimizer is given later; None where no axis cuts parameters.
+        An object that checks parameters that the optimizer is given later; None where no axis cuts parameters.
 
     Raises:
         PlanError: it updates parameters from each other, or can't be tried.
         WorkloadError: it is made of others, and a checkpoint would not find their state.
     """
     check_parts(optimizer, mesh)
-    whole: dict[torch.nn.Parameter, str] = {}
+    whole_parameters: dict[torch.nn.Parameter, str] = {}
     cutting_axes = mesh.used(CUTTING_AXES)[::-1]
     if cutting_axes:
         from paceline.parallel.elementwise import LaterParameters, find_whole_parameters
@@ -243,9 +244,9 @@ def keep_own(optimizer: torch.optim.Optimizer, mesh: Mesh, placed: ModelAdapter)
         names = parameter_names(placed.model, optimizer)
         cut_of = None if mesh.used(GRAPH_AXES) else _cut_of(names, placed)
         found = find_whole_parameters(optimizer, cutting_axes, cut_of)
-        whole |= {parameter: names[parameter] for parameter in found if parameter.requires_grad}
-        _check_no_state(optimizer, whole)
-        placed.update_whole(set(whole.values()))
+        whole_parameters |= {parameter: names[parameter] for parameter in found if parameter.requires_grad}
+        _check_no_state(optimizer, whole_parameters)
+        placed.update_whole(set(whole_parameters.values()), optimizer)
     elif mesh.size("pipeline") > 1:
         from paceline.parallel.elementwise import check_updates_apart
 
@@ -257,24 +258,25 @@ def keep_own(optimizer: torch.optim.Optimizer, mesh: Mesh, placed: ModelAdapter)
         for parameter in list(part.state):
             if isinstance(parameter, torch.Tensor) and parameter.is_meta:
                 del part.state[parameter]
-    return LaterParameters(optimizer, cutting_axes, whole, cut_of) if cutting_axes else None
+    return LaterParameters(optimizer, cutting_axes, whole_parameters, cut_of) if cutting_axes else None
 
 
 def _cut_of(names: Mapping[torch.nn.Parameter, str], placed: ModelAdapter) -> CutOf:
-    """Return a function that tells how ranks cut a parameter."""
-    shards = placed.held()
+    """Return a function that returns the shard spec of this rank's part of a parameter, as its optimizer updates it."""
+    shards = placed.local_shards()
 
     def cut_of(parameter: torch.nn.Parameter) -> ShardSpec | None:
-        shard = shards.get(names[parameter])
+        name = names[parameter]
+        shard = shards.get(OPTIMIZER + name) or shards.get(name)
         return None if shard is None else shard.shard_spec
 
     return cut_of
 
 
-def _check_no_state(optimizer: torch.optim.Optimizer, whole: Mapping[torch.nn.Parameter, str]) -> None:
+def _check_no_state(optimizer: torch.optim.Optimizer, whole_parameters: Mapping[torch.nn.Parameter, str]) -> None:
     """Raise PlanError if the optimizer has state of parts already, of parameters that it is to update whole."""
     for part in parts_of(optimizer):
-        for parameter, name in whole.items():
+        for parameter, name in whole_parameters.items():
             for key, value in part.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor) and value.numel() != 1:
                     raise PlanError(
@@ -295,22 +297,22 @@ def check_may_cut(
     """Check that batches may be cut as the plan wants it. Collective.
 
     Raises:
-        PlanError: the plan has the pipeline cut batches, and the model writes into its buffers once per piece, or its
-            batch norms take the statistics of one.
+        PlanError: the plan has the pipeline cut batches, and the model writes into its buffers once per micro-batch, or
+            its batch norms take the statistics of one.
         LossError: batches are to be cut and the loss is no sum over samples, batch norm apart; or nothing cuts them
             and it is a mean, with the number of samples as its weight.
     """
-    if loader.pieces_wanted > 1:
-        _check_pieces_may_meet(placed, workload, loader.pieces_wanted)
+    if loader.micro_batches_wanted > 1:
+        _check_may_cut_batches(placed, workload, loader.micro_batches_wanted)
     # Where no batch is split, the loss may be anything.
-    if mesh.data_size > 1 or workload.micro_batch_size is not None or loader.pieces_wanted > 1:
+    if mesh.data_size > 1 or workload.micro_batch_size is not None or loader.micro_batches_wanted > 1:
         check_loss_adds_up(placed, workload, loader, notice, comms.step)
     elif mesh.world_size == 1 and isinstance(placed, EagerAdapter):
         check_loss_is_no_mean(placed, workload, loader)
 
 
-def _check_pieces_may_meet(placed: ModelAdapter, workload: Workload, pieces: int) -> None:
-    """Raise PlanError if a model does with a piece of the batch what one process does with all of it."""
+def _check_may_cut_batches(placed: ModelAdapter, workload: Workload, micro_batches: int) -> None:
+    """Raise PlanError if a model does with a micro-batch what one process does with all of it."""
     found = None
     if placed.written_buffers:
         found = f"the model writes into {placed.written_buffers[0]} in every forward pass: once per micro-batch, where "
@@ -323,7 +325,7 @@ def _check_pieces_may_meet(placed: ModelAdapter, workload: Workload, pieces: int
         found += "process takes those of the batch"
     if found:
         raise PlanError(
-            f"the pipeline should cut every batch into {pieces} micro-batches",
+            f"the pipeline should cut every batch into {micro_batches} micro-batches",
             found,
             "leave micro_batches out, or set Workload(micro_batch_size=...), which cuts the batch in one process too",
         )
@@ -362,9 +364,9 @@ def check_plan_without_data(workload: Workload, plan: Plan, mesh: Mesh) -> None:
     """Raise PlanError when the plan has to see samples before the first step, or to know their order.
 
     Args:
-        workload: its data may be None.
-        plan: the job's.
-        mesh: of the plan.
+        workload: the workload, whose data may be None.
+        plan: the plan of the job.
+        mesh: the mesh of the plan.
     """
     if workload.data is not None:
         return
@@ -385,9 +387,9 @@ def check_own_batch(workload: Workload, plan: Plan, step_number: int) -> None:
     """Raise WorkloadError when a batch that the training loop made itself is at odds with the workload or the plan.
 
     Args:
-        workload: its micro_batch_size cuts batches of its data alone.
-        plan: so do its micro_batches.
-        step_number: steps done.
+        workload: the workload, whose micro_batch_size cuts only batches of its data.
+        plan: the plan, whose micro_batches do so too.
+        step_number: the number of steps done.
     """
     # One micro-batch is the batch itself: nothing is cut.
     cuts = {"micro_batch_size": workload.micro_batch_size, "micro_batches": max(plan.micro_batches - 1, 0)}
@@ -412,7 +414,7 @@ def check_space(folder: Path, model: torch.nn.Module) -> None:
 
     Args:
         folder: the run directory.
-        model: as this rank holds it.
+        model: the model as this rank holds it.
     """
     folder = folder / CHECKPOINTS
     rank = os.environ.get("PACELINE_RANK", "0")
@@ -451,16 +453,16 @@ def check_same_job(folder: Path, manifest: dict[str, Any], workload: Workload, s
     """Raise CheckpointError when the checkpoint's data order is not this workload's.
 
     Args:
-        folder: the checkpoint.
-        manifest: its manifest.
-        workload: of this job.
-        samples: of its data set; 0: there is none.
+        folder: the folder of the checkpoint.
+        manifest: the manifest of the checkpoint.
+        workload: the workload of this job.
+        samples: the length of its data set; 0: there is none.
         end: the position after the job's last step.
     """
-    for name, here in (("seed", workload.seed), ("samples", samples)):
-        if manifest.get(name, here) != here:
-            found = f"it was saved with {name}={manifest[name]}, the workload has {name}={here}"
-            if name == "samples" and not here:
+    for name, current in (("seed", workload.seed), ("samples", samples)):
+        if manifest.get(name, current) != current:
+            found = f"it was saved with {name}={manifest[name]}, the workload has {name}={current}"
+            if name == "samples" and not current:
                 found = f"it is of a workload whose data has {manifest[name]} samples, and here the loop has its own"
             error = CheckpointError(
                 f"the checkpoint {folder} should go on in the same data order",

@@ -1,4 +1,4 @@
-"""Which steps of a job torch's profiler is to record, and the files that it leaves in the run directory."""
+"""The steps of a job that torch's profiler records, and the files that it leaves in the run directory."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.nouns.errors import UsageError
-from paceline.nouns.reading import regular
-from paceline.nouns.step_range import parse_steps
+from paceline.nouns.reading import parse_steps, regular
 
 VARIABLE = "PACELINE_PROFILE"  # FIRST:LAST
 FOLDER = "profiles"
@@ -27,8 +26,8 @@ def wanted_steps(text: str, name: str) -> tuple[int, int]:
     """Read the steps to profile.
 
     Args:
-        text: FIRST:LAST.
-        name: of the flag or variable, for the error.
+        text: the steps as FIRST:LAST.
+        name: the name of the flag or variable, for the error.
 
     Raises:
         UsageError: it is no range of steps, or of more than MOST_STEPS.
@@ -46,8 +45,8 @@ def read_profile(run_dir: Path, rank: int) -> Iterator[dict[str, Any]]:
     """Yield the events of a rank's profile, in Chrome's format, with `ts` in microseconds since 1970.
 
     Args:
-        run_dir: of the job.
-        rank: whose; nothing where it has no profile, or a damaged one.
+        run_dir: the run directory of the job.
+        rank: the rank whose profile it is; nothing where it has no profile, or a damaged one.
     """
     try:
         with open(path_of(run_dir, rank), "rb", opener=regular) as packed, gzip.open(packed) as file:

@@ -14,25 +14,32 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.torch_private.operations import TorchDispatchMode, schema_of
 
 _UNTAGGED = ("_sample_dirichlet", "binomial")  # they draw, and torch does not say so
 _BY_SIZE = ("rand", "randn", "randint")  # of a size in place of a tensor
 _SEED = 0x5EED_0000_0000  # of the first draw
 
 
+def is_drawing(function: Any) -> bool:
+    """Return whether an operation draws random numbers."""
+    name = function.overloadpacket.__name__
+    return torch.Tag.nondeterministic_seeded in function.tags or name.startswith("random") or name in _UNTAGGED
+
+
 class RankDraws(TorchDispatchMode):
     """A dispatch mode in which each draw is that of the ranks.
 
     Args:
-        states: of the ranks' generators, in the order in which the batch has their samples.
+        states: the states of the ranks' generators, in the order in which the batch has their samples.
 
     Attributes:
-        states: as they are after the draws so far.
-        samples: of each rank in the batch that is being computed.
-        shapes: of what was drawn.
-        dims: of the samples in each draw, where that is known; None: the first dimension that it can be.
-        is_certain: each draw can belong to the samples in one way only.
+        states: the states of the generators after the draws so far.
+        samples: the number of samples of each rank in the batch that is being computed.
+        shapes: the shapes of the tensors that were drawn.
+        dims: the dimension of the samples in each draw, where that is known; None: the first dimension that it can be.
+        is_certain: True if each draw can belong to the samples in one way only.
     """
 
     def __init__(self, states: Sequence[torch.Tensor], dims: Sequence[int | None] | None = None) -> None:
@@ -50,19 +57,18 @@ class RankDraws(TorchDispatchMode):
         """Return whether something was drawn."""
         return bool(self.shapes)
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation; one that draws once for each rank."""
         kwargs = kwargs or {}
         name = function.overloadpacket.__name__
-        is_drawing = torch.Tag.nondeterministic_seeded in function.tags
-        if not is_drawing and not name.startswith("random") and name not in _UNTAGGED:
+        if not is_drawing(function):
             return function(*args, **kwargs)
-        names = [argument.name for argument in function._schema.arguments]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        names = [argument.name for argument in schema_of(function).arguments]
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         if "dropout_p" in names:  # attention in one kernel: its draws are not to be had
-            self.is_certain &= given.get("dropout_p", 0.0) == 0.0
+            self.is_certain &= arguments.get("dropout_p", 0.0) == 0.0
             return function(*args, **kwargs)
-        if given.get("generator") is not None:
+        if arguments.get("generator") is not None:
             return function(*args, **kwargs)
         number = torch.initial_seed() - _SEED
         if not 0 <= number <= len(self.before):  # the model seeds torch itself
@@ -100,13 +106,13 @@ class RankDraws(TorchDispatchMode):
         start = 0
         for rank, size in enumerate(sizes):
             if place is not None:
-                own = (*args[:place], [*shape[:dim], size, *shape[dim + 1 :]], *args[place + 1 :])
+                arguments_of_rank = (*args[:place], [*shape[:dim], size, *shape[dim + 1 :]], *args[place + 1 :])
             else:
-                own = tuple(_part(value, shape, dim, start, size) for value in args)
+                arguments_of_rank = tuple(_part(value, shape, dim, start, size) for value in args)
             if size:
-                parts.append(self._of_rank(rank, function, own, kwargs))
+                parts.append(self._of_rank(rank, function, arguments_of_rank, kwargs))
             start += size
-        return _together(parts, dim, args[0] if function._schema.is_mutable else None)
+        return _together(parts, dim, args[0] if schema_of(function).is_mutable else None)
 
     def _dim(self, number: int, shape: tuple[int, ...]) -> int | None:
         if self.dims is not None:
@@ -123,21 +129,21 @@ class RankDraws(TorchDispatchMode):
 
 
 def dims_of_samples(
-    whole: Sequence[tuple[int, ...]], part: Sequence[tuple[int, ...]]
+    batch_shapes: Sequence[tuple[int, ...]], part_shapes: Sequence[tuple[int, ...]]
 ) -> list[int | None] | None:  # fmt: skip
-    """Return which dimension of each draw the samples have: that in which a smaller batch differs.
+    """Return the samples' dimension of each draw: that in which a smaller batch differs.
 
     Args:
-        whole: shapes of what is drawn for a batch.
-        part: those for a part of it.
+        batch_shapes: the shapes of the tensors that are drawn for a batch.
+        part_shapes: the shapes of the tensors that are drawn for a part of it.
 
     Returns:
         None for a draw that has no such dimension, or several; None for all where the numbers of draws differ.
     """
-    if len(whole) != len(part):
+    if len(batch_shapes) != len(part_shapes):
         return None
     dims: list[int | None] = []
-    for shape, smaller in zip(whole, part, strict=True):
+    for shape, smaller in zip(batch_shapes, part_shapes, strict=True):
         differ = []
         if len(shape) == len(smaller):
             differ = [dim for dim, sizes in enumerate(zip(shape, smaller, strict=True)) if sizes[0] != sizes[1]]
@@ -146,17 +152,17 @@ def dims_of_samples(
 
 
 def _place_of_size(function: Any) -> int:
-    return next(number for number, each in enumerate(function._schema.arguments) if each.name == "size")
+    return next(number for number, argument in enumerate(schema_of(function).arguments) if argument.name == "size")
 
 
-def _part(value: Any, shape: tuple[int, ...], dim: int, start: int, size: int) -> Any:
+def _part(value: object, shape: tuple[int, ...], dim: int, start: int, size: int) -> object:
     """Return a rank's part of an argument, with memory as the rank has it; all of one that is alike for all samples."""
     if not isinstance(value, torch.Tensor):
         return value
-    own = dim - len(shape) + value.dim()  # as shapes are broadcast: from the last dimension
-    if own < 0 or value.shape[own] != shape[dim]:
+    own_dim = dim - len(shape) + value.dim()  # as shapes are broadcast: from the last dimension
+    if own_dim < 0 or value.shape[own_dim] != shape[dim]:
         return value
-    return value.narrow(own, start, size).clone()
+    return value.narrow(own_dim, start, size).clone()
 
 
 def _together(parts: Sequence[Any], dim: int, written: torch.Tensor | None) -> Any:

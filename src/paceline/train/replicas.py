@@ -40,9 +40,9 @@ class Shared(NamedTuple):
     """A tensor that several ranks hold alike.
 
     Attributes:
-        name: how an error calls it; the same on all of them.
-        value: this rank's.
-        holders: the ranks.
+        name: the name that an error gives it; the same on all of them.
+        value: the tensor on this rank.
+        holders: the ranks that hold it.
     """
 
     name: str
@@ -54,8 +54,8 @@ class Replicas:
     """Compares what the ranks of a job hold alike.
 
     Args:
-        comm: all ranks.
-        shared: returns this rank's tensors.
+        comm: the communicator of all ranks.
+        shared: a function that returns this rank's tensors.
     """
 
     def __init__(self, comm: AxisComm, shared: Callable[[], Iterable[Shared]]) -> None:
@@ -63,29 +63,29 @@ class Replicas:
         self.shared = shared
         self.pending: Callable[[], list[list[int]]] | None = None  # reads what a device is computing
 
-    def is_due(self, step: int, done: int) -> bool:
+    def is_due(self, step: int, steps_done: int) -> bool:
         """Return whether the ranks compare something after this step; equal on all of them.
 
         Args:
-            step: its number.
-            done: steps since the job began or loaded a checkpoint.
+            step: the number of the step.
+            steps_done: the number of steps since the job began or loaded a checkpoint.
         """
         if self.comm.size == 1:
             return False
-        return self.pending is not None or done <= FIRST_STEPS or step % COMPARED_EVERY == 0
+        return self.pending is not None or steps_done <= FIRST_STEPS or step % COMPARED_EVERY == 0
 
-    def after_step(self, step: int, done: int) -> None:
+    def after_step(self, step: int, steps_done: int) -> None:
         """Compare if it is due. What is on a GPU is compared after the next step, so that no host waits. Collective.
 
         Raises:
             CollectiveError: ranks have come apart.
         """
-        if not self.is_due(step, done):
+        if not self.is_due(step, steps_done):
             return
         if self.pending is not None:
             self._compare(self.pending(), step)
             self.pending = None
-            if done > FIRST_STEPS:
+            if steps_done > FIRST_STEPS:
                 return
         rows, is_on_host = self._begin()
         if is_on_host:
@@ -108,7 +108,7 @@ class Replicas:
         """Add up the digests of the tensors that the same ranks hold.
 
         Returns:
-            What returns the sums, each behind a number for its ranks, and whether that waits for no device.
+            A function that returns the sums, each behind a number for its ranks, and True if it waits for no device.
         """
         small: dict[tuple[torch.device, tuple[int, ...]], list[torch.Tensor]] = {}
         sums: dict[tuple[torch.device, tuple[int, ...]], torch.Tensor] = {}
@@ -132,9 +132,9 @@ class Replicas:
 
         return rows, all(_is_host(device) for device in reads)
 
-    def _compare(self, mine: Sequence[Sequence[int]], step: int) -> None:
+    def _compare(self, own_rows: Sequence[Sequence[int]], step: int) -> None:
         # The first row: a rank that shares nothing sends something too.
-        rows = self.comm.all_gather(torch.tensor([[0, 0], *mine], dtype=torch.int64))
+        rows = self.comm.all_gather(torch.tensor([[0, 0], *own_rows], dtype=torch.int64))
         found: dict[int, set[int]] = {}
         for of_rank in rows:
             for group, number in of_rank.tolist():
@@ -144,13 +144,13 @@ class Replicas:
 
     def _name(self, step: int) -> None:
         """Exchange the digest of each tensor, and raise CollectiveError for those that differ. Collective."""
-        mine = []
+        own_digests = []
         for name, value, holders in self.shared():
-            mine.append([name, holders, int(digest_of(_alike_where_nan(value)))])
-        text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
+            own_digests.append([name, holders, int(digest_of(_alike_where_nan(value)))])
+        texts = self.comm.all_gather_text(json.dumps(own_digests))
         found: dict[tuple[str, tuple[int, ...]], dict[int, int]] = {}
-        for rank, row in zip(self.comm.peers, self.comm.all_gather(text), strict=True):
-            for name, holders, number in json.loads(bytes(row.tolist())):
+        for rank, text in zip(self.comm.peers, texts, strict=True):
+            for name, holders, number in json.loads(text):
                 found.setdefault((name, tuple(holders)), {})[rank] = number
         apart = []
         for (name, _), numbers in found.items():
@@ -224,7 +224,7 @@ def _is_host(device: torch.device) -> bool:
 
 
 def _reader(values: Sequence[torch.Tensor]) -> Callable[[], list[Any]]:
-    """Return what reads these numbers; from a device without waiting for what it is given after them."""
+    """Return a function that reads these numbers; from a device without waiting for work that is queued after them."""
     numbers = torch.stack(list(values))
     if _is_host(numbers.device):
         return numbers.tolist
@@ -245,8 +245,8 @@ def _ranks_apart(numbers: Mapping[int, int]) -> str:
     """Return the ranks with the most frequent digest, and the others."""
     usual, _ = Counter(numbers.values()).most_common(1)[0]
     first = [rank for rank, number in numbers.items() if number == usual]
-    others = [rank for rank, number in numbers.items() if number != usual]
-    return f"{_shown(first)} and {_shown(others)}"
+    other_ranks = [rank for rank, number in numbers.items() if number != usual]
+    return f"{_shown(first)} and {_shown(other_ranks)}"
 
 
 def _shown(ranks: Sequence[int]) -> str:

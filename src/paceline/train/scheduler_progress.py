@@ -28,8 +28,8 @@ from urllib.parse import urlsplit
 
 from paceline.nouns.errors import UsageError
 from paceline.nouns.reading import read_text
-from paceline.nouns.record import elapsed_s
 from paceline.nouns.sink import MakeSink
+from paceline.nouns.step_record import elapsed_s
 
 SERVER_URL = "KUBEFLOW_TRAINER_SERVER_URL"
 _CA_CERT = "KUBEFLOW_TRAINER_SERVER_CA_CERT"
@@ -39,8 +39,8 @@ _SLURM_EVERY_S = 60.0  # scontrol asks the controller of the whole cluster
 _LIMIT_S = 10.0  # of one message
 _MOST_METRICS = 256
 _SPEED_OVER_S = 5.0  # the shortest time over which the speed is taken
-_OURS = "paceline"  # our comments begin so
-_OUR_COMMENT = re.compile(rf"{_OURS}\b.*: step \d+")
+_PREFIX = "paceline"  # Paceline's comments begin so
+_OUR_COMMENT = re.compile(rf"{_PREFIX}\b.*: step \d+")
 _COMMENT = re.compile(r"(?:^|\s)Comment=(.*?)(?=\s\w+=|$)", re.MULTILINE)  # AdminComment is another
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -80,7 +80,7 @@ class Progress:
 
     @property
     def percentage(self) -> int | None:
-        """Return how much of the job is done; None where nobody knows its length."""
+        """Return the share of the job that is done, in percent; None where its length is not known."""
         if not self.total_steps:
             return None
         # Only the end of the file is the end: a loop may evaluate after its last step.
@@ -92,15 +92,15 @@ class Progress:
         """Return the seconds that are left at this process's speed."""
         if self.began is None or not self.total_steps or self.step <= self.began or self.passed_s < _SPEED_OVER_S:
             return None
-        left = max(self.total_steps - self.step, 0)
-        return math.ceil(self.passed_s / (self.step - self.began) * left)
+        remaining = max(self.total_steps - self.step, 0)
+        return math.ceil(self.passed_s / (self.step - self.began) * remaining)
 
 
 class _Scheduler:
     """A sink that sends the progress from time to time, and at the end.
 
     Args:
-        every_s: between two messages.
+        every_s: the seconds between two messages.
     """
 
     def __init__(self, every_s: float) -> None:
@@ -129,8 +129,8 @@ class TrainJobStatus(_Scheduler):
     """The status of a TrainJob of Kubeflow Trainer.
 
     Args:
-        environment: with the variables that Kubeflow Trainer sets.
-        run_dir: of the job.
+        environment: the environment, with the variables that Kubeflow Trainer sets.
+        run_dir: the run directory of the job.
 
     Raises:
         UsageError: a variable is missing, or the token would go over a connection that is not encrypted.
@@ -193,9 +193,9 @@ class SlurmComment(_Scheduler):
     A comment that somebody else has written stays: some sites account by it.
 
     Args:
-        job: its number.
-        program: scontrol's path.
-        run_dir: of the job.
+        job: the number of the Slurm job.
+        program: the path of scontrol.
+        run_dir: the run directory of the job.
     """
 
     def __init__(self, job: str, program: str, run_dir: Path | None) -> None:
@@ -203,7 +203,7 @@ class SlurmComment(_Scheduler):
         self.job = job
         self.program = program
         self.name = "" if run_dir is None else f" {run_dir.name}"
-        self.is_free: bool | None = None  # there is no comment, or one of ours
+        self.is_free: bool | None = None  # there is no comment, or one of Paceline's
 
     def send(self) -> None:
         """Change the comment; where Slurm refuses that, nothing happens."""
@@ -214,7 +214,7 @@ class SlurmComment(_Scheduler):
                 self._scontrol("update", f"JobId={self.job}", f"Comment={self.text()}")
 
     def _is_free(self) -> bool | None:
-        """Return whether the job has no comment, or one of ours; None where Slurm does not say."""
+        """Return whether the job has no comment, or one of Paceline's; None where Slurm does not say."""
         answer = self._scontrol("show", "job", "--oneliner", self.job)
         if answer.returncode:
             return None
@@ -229,7 +229,7 @@ class SlurmComment(_Scheduler):
         """Return the comment."""
         progress = self.progress
         step = f"step {progress.step}/{progress.total_steps}" if progress.total_steps else f"step {progress.step}"
-        parts = [f"{_OURS}{self.name}: {step}", f"loss {progress.metrics['loss']:.4g}"]
+        parts = [f"{_PREFIX}{self.name}: {step}", f"loss {progress.metrics['loss']:.4g}"]
         if progress.remaining_s is not None and progress.status == "running":
             parts.append(f"{progress.remaining_s} s left")
         if progress.status != "running":

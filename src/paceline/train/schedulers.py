@@ -7,6 +7,7 @@ the loop calls `job.schedule`.
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,16 +29,16 @@ _COUNTS = ("epoch", "epochs", "step", "steps", "iteration", "num_updates", "num_
 
 
 def make_schedulers(workload: Workload, optimizer: torch.optim.Optimizer) -> Any:
-    """Return what the workload's `scheduler` function makes; None if it has none.
+    """Return the schedulers that the workload's `scheduler` function makes; None if it has none.
 
     Raises:
         WorkloadError: there is something else in it, one that wants a count, or one of another optimizer.
     """
     if workload.scheduler is None:
         return None
-    made = workload.scheduler(optimizer)
-    is_list = isinstance(made, list | tuple)
-    members = list(made) if is_list else [made]
+    schedulers = workload.scheduler(optimizer)
+    is_list = isinstance(schedulers, list | tuple)
+    members = list(schedulers) if is_list else [schedulers]
     if not members:
         raise WorkloadError(_ASKED, "it returned an empty list", "leave scheduler out, or return at least one")
     for number, scheduler in enumerate(members):
@@ -48,50 +49,52 @@ def make_schedulers(workload: Workload, optimizer: torch.optim.Optimizer) -> Any
             raise WorkloadError(_ASKED, f"number {number} of the list is there twice", "return each once")
         _check_wants(scheduler)
         check_optimizer(scheduler, [optimizer], "workload's scheduler", "workload's optimizer", _MADE_FROM)
-    return made
+    return schedulers
 
 
-def _is_scheduler(value: Any) -> bool:
+def _is_scheduler(value: object) -> bool:
     is_object = not isinstance(value, type | torch.optim.Optimizer)
     return is_object and all(callable(getattr(value, name, None)) for name in ("step", "state_dict"))
 
 
-def _named(value: Any) -> str:
+def _named(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 def _check_wants(scheduler: Any) -> None:
     """Raise WorkloadError where `step` wants a count, or more than one argument."""
-    wanted = required_arguments(scheduler.step)
-    if len(wanted) > 1 or (wanted and wanted[0] in _COUNTS):
+    names = required_arguments(scheduler.step)
+    if len(names) > 1 or (names and names[0] in _COUNTS):
         raise WorkloadError(
             "the workload's scheduler steps after every update, and is handed nothing; or by job.schedule, with a "
             "metric",
-            f"{type(scheduler).__name__}.step wants {' and '.join(wanted)}",
+            f"{type(scheduler).__name__}.step wants {' and '.join(names)}",
             "return one of torch.optim.lr_scheduler, such as LambdaLR with a function of the step",
         )
 
 
-def check_optimizer(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer], this: str, of: str, fix: str) -> None:
+def check_optimizer(
+    scheduler: object, optimizers: Sequence[torch.optim.Optimizer], scheduler_name: str, optimizers_name: str, fix: str
+) -> None:
     """Raise WorkloadError where a scheduler of torch's changes the rates of another optimizer.
 
     Args:
-        scheduler: what to look at.
-        optimizers: those that it may be of.
-        this, of: how an error calls the scheduler and the optimizers.
-        fix: what to do.
+        scheduler: the scheduler that is checked.
+        optimizers: the optimizers that it may be of.
+        scheduler_name, optimizers_name: the names of both in an error.
+        fix: the advice of the error.
     """
-    own = getattr(scheduler, "optimizer", None)
-    parts = [part for optimizer in optimizers for part in parts_of(optimizer)]
-    if isinstance(own, torch.optim.Optimizer) and not contains(parts, own):
+    optimizer = getattr(scheduler, "optimizer", None)
+    parts = list(itertools.chain.from_iterable(map(parts_of, optimizers)))
+    if isinstance(optimizer, torch.optim.Optimizer) and not contains(parts, optimizer):
         raise WorkloadError(
-            f"the {this} should change the rates of the {of}",
-            f"{type(scheduler).__name__} has another {type(own).__name__}",
+            f"the {scheduler_name} should change the rates of the {optimizers_name}",
+            f"{type(scheduler).__name__} has another {type(optimizer).__name__}",
             fix,
         )
 
 
-def all_of(scheduler: Any) -> list[Any]:
+def all_of(scheduler: object) -> list[Any]:
     """Return the schedulers, in order."""
     if isinstance(scheduler, list | tuple):
         return list(scheduler)
@@ -106,38 +109,39 @@ def required_arguments(function: Any) -> list[str]:
         return []  # a callable without a signature: the first step shows whether it can be called
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     empty = inspect.Parameter.empty
-    return [each.name for each in parameters if each.kind not in variadic and each.default is empty]
+    return [parameter.name for parameter in parameters if parameter.kind not in variadic and parameter.default is empty]
 
 
-def by_metric(scheduler: Any) -> list[Any]:
+def by_metric(scheduler: object) -> list[Any]:
     """Return those that step by a metric."""
-    return [each for each in all_of(scheduler) if required_arguments(each.step)]
+    return [member for member in all_of(scheduler) if required_arguments(member.step)]
 
 
-def check_servers_can_schedule(scheduler: Any) -> None:
+def check_servers_can_schedule(scheduler: object) -> None:
     """Raise PlanError where workers of servers should step by a metric."""
-    for each in by_metric(scheduler):
+    for member in by_metric(scheduler):
         raise PlanError(
-            f"workers of parameter servers should step {type(each).__name__} by a metric",
+            f"workers of parameter servers should step {type(member).__name__} by a metric",
             "each worker has its own scheduler, and one that takes a lost one's place has heard of no metric: their "
             "rates would differ",
             "write replicate, shard, tensor or pipeline in place of server, or take a schedule by steps",
         )
 
 
-def counts_of(scheduler: Any) -> list[Any]:
-    """Return how often those that step after every update have stepped, where they say it."""
-    return [getattr(each, "last_epoch", None) for each in all_of(scheduler) if not required_arguments(each.step)]
+def counts_of(scheduler: object) -> list[Any]:
+    """Return the steps of the schedulers that step after every update, where they count them."""
+    by_step = [member for member in all_of(scheduler) if not required_arguments(member.step)]
+    return [getattr(member, "last_epoch", None) for member in by_step]
 
 
-def step_all(scheduler: Any) -> None:
+def step_all(scheduler: object) -> None:
     """Step what steps after every update."""
-    for each in all_of(scheduler):
-        if not required_arguments(each.step):
-            each.step()
+    for member in all_of(scheduler):
+        if not required_arguments(member.step):
+            member.step()
 
 
-def checked_metric(scheduler: Any, metric: Any, comm: AxisComm) -> float:
+def checked_metric(scheduler: object, metric: object, comm: AxisComm) -> float:
     """Return the metric that the schedulers are to step by. Collective.
 
     Raises:
@@ -152,14 +156,14 @@ def checked_metric(scheduler: Any, metric: Any, comm: AxisComm) -> float:
     return same_number("job.schedule", metric, comm)
 
 
-def same_number(call: str, metric: Any, comm: AxisComm, may_be_nan: bool = False) -> float:
+def same_number(call: str, metric: object, comm: AxisComm, may_be_nan: bool = False) -> float:
     """Return a metric as a number. Collective.
 
     Args:
-        call: that was handed the metric.
-        metric: a number, or a tensor of one.
-        comm: the ranks.
-        may_be_nan: take NaN too.
+        call: the call that was handed the metric.
+        metric: a number as Python's, numpy's or a tensor of one element.
+        comm: the communicator of the ranks.
+        may_be_nan: True to take NaN too.
 
     Raises:
         UsageError: it is no number, or another on some rank.
@@ -198,11 +202,11 @@ def _number(metric: Any) -> float:
 def state_of(scheduler: Any) -> Any:
     """Return the state as a checkpoint keeps it; None without a scheduler."""
     if isinstance(scheduler, list | tuple):
-        return {_KEY: [each.state_dict() for each in scheduler]}
+        return {_KEY: [member.state_dict() for member in scheduler]}
     return None if scheduler is None else scheduler.state_dict()
 
 
-def checked_state(scheduler: Any, saved: Mapping[str, Any]) -> Any:
+def checked_state(scheduler: Any, saved: Mapping[str, object]) -> Any:
     """Return a checkpoint's state as `restore` takes it.
 
     Raises:
@@ -219,10 +223,10 @@ def checked_state(scheduler: Any, saved: Mapping[str, Any]) -> Any:
             f"it has that of {_counted(states if isinstance(states, list) else None)}",
             "make them as they were when the checkpoint was saved, or start without the checkpoint",
         )
-    return [scheduler_state(each, state) for each, state in zip(scheduler, states, strict=True)]
+    return [scheduler_state(member, state) for member, state in zip(scheduler, states, strict=True)]
 
 
-def _counted(schedulers: Any) -> str:
+def _counted(schedulers: object) -> str:
     return f"a list of {len(schedulers)}" if isinstance(schedulers, list | tuple) else "one without a list"
 
 
@@ -233,5 +237,5 @@ def restore(scheduler: Any, state: Any) -> None:
         CheckpointError: a scheduler does not take it.
     """
     states = state if isinstance(scheduler, list | tuple) else [state]
-    for each, own in zip(all_of(scheduler), states, strict=True):
-        load_scheduler(each, own)
+    for member, member_state in zip(all_of(scheduler), states, strict=True):
+        load_scheduler(member, member_state)

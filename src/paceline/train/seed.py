@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from paceline.nouns.data_order import mix
 from paceline.nouns.errors import CheckpointError
-from paceline.nouns.order import mix
 
 
 def seed_everything(*numbers: int) -> None:
@@ -25,7 +25,7 @@ def seed_everything(*numbers: int) -> None:
 
 
 def seed_sample(*numbers: int) -> None:
-    """Seed what a data set draws from while it makes one sample: as above, but on the CPU alone.
+    """Seed what a data set draws from while it makes one sample: as above, but only on the CPU.
 
     `torch.manual_seed` would also queue a call for every GPU each time, at a hundred times the price.
     """
@@ -48,8 +48,8 @@ def cpu_random_state(draws_by_torch: bool = False) -> CpuRandomState:
     """Return the states as they are now.
 
     Args:
-        draws_by_torch: what will run draws from torch's generator alone, so its state is enough. To copy numpy's takes
-            most of the time.
+        draws_by_torch: True if the following code draws only from torch's generator, so its state is enough. To copy
+            numpy's takes most of the time.
     """
     if draws_by_torch:
         return CpuRandomState(torch.get_rng_state(), None, None)
@@ -69,7 +69,7 @@ def set_cpu_random_state(state: CpuRandomState) -> None:
 
 @contextmanager
 def kept_random_state(draws_by_torch: bool = False) -> Iterator[None]:
-    """Leave the CPU's random generators as they were found; torch's alone where nothing else is drawn from."""
+    """Leave the CPU's random generators as they were found; only torch's where nothing else is drawn from."""
     state = cpu_random_state(draws_by_torch)
     try:
         yield

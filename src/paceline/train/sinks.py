@@ -23,7 +23,7 @@ QUEUE_EVENTS = 1000  # that a sink may lag behind; about 1 KiB each
 OPEN_S = 1.0  # that the first step waits while a sink waits
 OPEN_MOST_S = 30.0  # in all, while one imports or computes: a cold file system, a busy machine
 CLOSE_MOST_S = 5.0  # the same at the end; CLOSE_S while it waits
-SLOW_S = 10.0  # of one call, until people are told
+SLOW_S = 10.0  # of one call, until the user is told
 _LOOK_S = 0.05  # between two looks at what a sink does
 RETRY_S = 10.0  # between two tries to make a sink
 
@@ -35,9 +35,9 @@ class SinkThread:
     """Makes one sink in a thread, calls it there, and counts what it took.
 
     Args:
-        make: from the workload.
-        name: of `make`; the sink's class has a better one.
-        run_dir: of the job.
+        make: the function that makes the sink, from the workload.
+        name: the name of `make`, until the sink's class gives a better one.
+        run_dir: the run directory of the job.
     """
 
     def __init__(self, make: MakeSink, name: str, run_dir: Path | None) -> None:
@@ -52,9 +52,9 @@ class SinkThread:
         self.is_ending = threading.Event()
         self.has_begun = False  # the job: it can no longer be refused
         self.is_left_out = False
-        self.told: set[str] = set()  # kinds of trouble
+        self.reported: set[str] = set()  # kinds of trouble
         self.offered = 0
-        self.taken = 0
+        self.written = 0
         self.computed_before_s = 0.0
         self.call = "making it"
         self.called_s: float | None = time.monotonic()  # None: between two calls
@@ -75,32 +75,34 @@ class SinkThread:
         if waiting < QUEUE_EVENTS:
             self.events.put(event)
         else:
-            self._tell("late", f"lags {QUEUE_EVENTS} events behind; it misses events until it catches up")
+            self._report_once("late", f"lags {QUEUE_EVENTS} events behind; it misses events until it catches up")
         since_s = self.called_s
         if since_s is not None and time.monotonic() - since_s > SLOW_S:
-            self._tell("late", f"has not come back from {self.call} for {SLOW_S:g} s; {waiting + 1} events wait for it")
+            self._report_once(
+                "late", f"has not come back from {self.call} for {SLOW_S:g} s; {waiting + 1} events wait for it"
+            )
 
     def end(self) -> None:
         """Have the sink take what is left, and close; don't wait for it."""
         self.is_ending.set()
         self.events.put(None)
 
-    def tell_end(self) -> None:
-        """Say what did not arrive. Nothing waits for the sink any more."""
-        lost = max(self.offered - self.taken, getattr(self.sink, "unsent", 0))
+    def report_end(self) -> None:
+        """Report the events that did not arrive. Nothing waits for the sink any more."""
+        lost = max(self.offered - self.written, getattr(self.sink, "unsent", 0))
         counted = f"{lost} of {self.offered} events did not arrive" if lost else "its last events may be lost"
         if not self.has_ended.is_set():
-            self.told |= {"late", "failed"}  # what comes of it in the rest of the process is no news
+            self.reported |= {"late", "failed"}  # what comes of it in the rest of the process is no news
             notice(f"{self} did not end within {CLOSE_S:g} s, it waits in {self.call}; {counted}")
         elif lost:
             notice(f"{self} has ended; {counted}")
 
-    def tell_late(self) -> None:
-        """Say that the first step does not wait for the sink."""
-        self._tell("late", f"has not been made within {OPEN_S:g} s; up to {QUEUE_EVENTS} events wait for it")
+    def report_late(self) -> None:
+        """Report that the first step does not wait for the sink."""
+        self._report_once("late", f"has not been made within {OPEN_S:g} s; up to {QUEUE_EVENTS} events wait for it")
 
     def worked_s(self, span_s: float) -> float:
-        """Return for how long the thread was at work since the last call, `span_s` before; else it waits for an answer.
+        """Return the seconds that the thread worked since the last call, `span_s` ago; else it waited for an answer.
 
         To import is to work: it says whether a package is there, and no process may be forked meanwhile.
         """
@@ -131,8 +133,8 @@ class SinkThread:
                 self.sink.close()
         except BaseException as error:  # SystemExit too: it would end this thread without a word
             self.is_left_out = True
-            what = "could not be closed" if self.call == "close()" else "gets no more events"
-            notice(f"{self} {what}: {self.call} raised {_said(error)}; training goes on")
+            problem = "could not be closed" if self.call == "close()" else "gets no more events"
+            notice(f"{self} {problem}: {self.call} raised {_text_of(error)}; training goes on")
             if self.sink is not None and self.call != "close()":
                 with contextlib.suppress(BaseException):
                     self.sink.close()
@@ -156,7 +158,9 @@ class SinkThread:
                     notice(f"{self} is left out: {error.asked}: {error.found}; training goes on")
             except Exception as error:
                 again = f"it is tried again every {RETRY_S:g} s"
-                self._tell("failed", f"could not be made: {_said(error)}; training goes on without it, and {again}")
+                self._report_once(
+                    "failed", f"could not be made: {_text_of(error)}; training goes on without it, and {again}"
+                )
                 self.has_been_tried.set()
                 self.called_s = None
                 self.is_ending.wait(0 if is_last else RETRY_S)
@@ -169,21 +173,21 @@ class SinkThread:
         self._begin_call(f"write({event['event']!r})")
         try:
             sink.write(event)
-            self.taken += 1
+            self.written += 1
         except Exception as error:  # its server may come back
-            what = f"has lost an event: {self.call} raised {_said(error)}"
-            self._tell("failed", f"{what}; training goes on, the next are tried")
+            problem = f"has lost an event: {self.call} raised {_text_of(error)}"
+            self._report_once("failed", f"{problem}; training goes on, the next are tried")
         self.called_s = None
 
     def _begin_call(self, call: str) -> None:
         self.call = call
         self.called_s = time.monotonic()
 
-    def _tell(self, kind: str, what: str) -> None:
-        """Say what is wrong, once for each kind; the end says how many events were lost."""
-        if kind not in self.told:
-            self.told.add(kind)
-            notice(f"{self} {what}")
+    def _report_once(self, kind: str, problem: str) -> None:
+        """Report a problem, once for each kind; the end says how many events were lost."""
+        if kind not in self.reported:
+            self.reported.add(kind)
+            notice(f"{self} {problem}")
 
 
 def open_sinks(makers: Sequence[MakeSink], run_dir: Path | None) -> list[SinkThread]:
@@ -197,7 +201,7 @@ def open_sinks(makers: Sequence[MakeSink], run_dir: Path | None) -> list[SinkThr
         name = f"{getattr(make, '__name__', type(make).__name__)} (sinks[{index}])"
         sinks.append(SinkThread(make, name, run_dir))
     for late in _await(sinks, lambda sink: sink.has_been_tried, OPEN_S, OPEN_MOST_S):
-        late.tell_late()
+        late.report_late()
     for sink in sinks:
         sink.has_begun = True
     refusal = next((sink.refusal for sink in sinks if sink.refusal is not None), None)
@@ -214,7 +218,7 @@ def close_sinks(sinks: Sequence[SinkThread]) -> None:
         sink.end()
     _await(sinks, lambda sink: sink.has_ended, CLOSE_S, CLOSE_MOST_S)
     for sink in sinks:
-        sink.tell_end()
+        sink.report_end()
 
 
 def _await(
@@ -257,7 +261,7 @@ def _check(sink: object, name: str) -> None:
             )
 
 
-def _said(error: BaseException) -> str:
+def _text_of(error: BaseException) -> str:
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return _without_secrets(" ".join(text.split()))[:300]
 

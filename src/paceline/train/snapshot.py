@@ -1,9 +1,9 @@
 """Turn a job's state into named tensors and a JSON object, which a checkpoint holds, and back.
 
 Names never depend on the plan: `model/NAME`, `optimizer/KEY/NAME`, `average/KEY/NAME`, and a rank's own
-`own/random/...`, `own/wire/...` and `own/kept/...`. The strategies describe by `held` what of a tensor this rank has,
-and which ranks have the same: a `LocalShard` for every name of the model's state that is not whole on all ranks. A
-replicated tensor needs no entry.
+`own/random/...`, `own/wire/...` and `own/kept/...`. The strategies describe by `held` the part of a tensor that this
+rank has, and which ranks have the same: a `LocalShard` for every name of the model's state that is not whole on all
+ranks. A replicated tensor needs no entry.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from paceline.parallel.low_precision_states import (
 )
 from paceline.parallel.optimizer_list import alone, kind_of
 from paceline.parallel.optimizer_parts import DECLARATION, groups_of, parts_of
+from paceline.torch_private.modules import non_persistent_buffers
 from paceline.train.alike import StateCheck, check_groups, in_types_of
 from paceline.train.composite_optimizer import restore_parts
-from paceline.train.extra_state import ExtraState, extra_names, state_tensors
-from paceline.train.kept_values import decode, encode
+from paceline.train.python_state import ExtraState, decode, encode, extra_names, state_tensors
 from paceline.train.replicas import Shared
 
 _VALUES = "values"  # the one key of what is kept of a list, dict or deque
 
 
-def model_parts(model: torch.nn.Module, held: Mapping[str, LocalShard], size: int) -> dict[str, LocalTensor]:
+def model_parts(model: torch.nn.Module, shards: Mapping[str, LocalShard], size: int) -> dict[str, LocalTensor]:
     """Return this rank's parts of parameters and persistent buffers, by name; a tied tensor once, by its first name.
 
     A tensor on the meta device is another rank's. The parts are the model's own memory: write them to load.
 
     Args:
         model: the model as the strategies left it.
-        held: which part of a state tensor is here; of one that is not in it, all, and so on every rank.
-        size: ranks of the world.
+        shards: the part of each state tensor on this rank; one that is not in it is whole on every rank.
+        size: the number of ranks of the world.
 
     Raises:
         WorkloadError: a module keeps state that is not a tensor.
@@ -72,34 +72,34 @@ def model_parts(model: torch.nn.Module, held: Mapping[str, LocalShard], size: in
             )
         if id(value) not in ids and not value.is_meta:
             ids.add(id(value))
-            shard = held.get(name) or _replicated(value, size)
+            shard = shards.get(name) or _replicated(value, size)
             parts[MODEL + name] = LocalTensor(local_part(value), shard)
     return parts
 
 
 def shared_tensors(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, held: Mapping[str, LocalShard], size: int
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, shards: Mapping[str, LocalShard], size: int
 ) -> Iterator[Shared]:
-    """Yield what of parameters, persistent buffers and the optimizer's state other ranks hold too.
+    """Yield the parameters, persistent buffers and optimizer states that other ranks hold too.
 
     Args:
         model: the model as the strategies left it.
-        optimizer: of it.
-        held: which part of a state tensor is here.
-        size: ranks of the world.
+        optimizer: the optimizer of the model.
+        shards: the part of each state tensor on this rank.
+        size: the number of ranks of the world.
     """
     names: dict[torch.Tensor, str] = {}  # a tied tensor has its first name
     for name, tensor in [*model.named_parameters(), *_persistent_buffers(model)]:
         if tensor.is_meta or tensor.layout != torch.strided:
             continue
         names.setdefault(tensor, name)
-        holders = shard_of_parameter(name, tensor, held, size).holders
+        holders = shard_of_parameter(name, tensor, shards, size).holders
         if len(holders) > 1:
             yield Shared(name, local_part(tensor), holders)
     for parameter, key, value, _ in values_of_state(optimizer):
         if parameter not in names or not isinstance(value, torch.Tensor):
             continue
-        holders = shard_of_its_state(names[parameter], parameter, held, size).holders
+        holders = shard_of_its_state(names[parameter], parameter, shards, size).holders
         if len(holders) > 1:
             local = local_part(value)
             parts = pieces_of(key, local) if is_packed(local) else {key: local}
@@ -110,7 +110,7 @@ def shared_tensors(
 def _persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for path, module in model.named_modules():
         for key, buffer in module.named_buffers(recurse=False):
-            if key not in module._non_persistent_buffers_set:
+            if key not in non_persistent_buffers(module):
                 yield f"{path}.{key}" if path else key, buffer
 
 
@@ -124,7 +124,7 @@ def names_of_state(model: torch.nn.Module) -> dict[str, str]:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what of a tensor is in this rank's memory: a DTensor's local tensor, all of any other."""
+    """Return the part of a tensor in this rank's memory: a DTensor's local tensor, all of any other."""
     tensor = tensor.detach()
     return cast(torch.Tensor, tensor.to_local()) if hasattr(tensor, "to_local") else tensor
 
@@ -134,7 +134,7 @@ def _replicated(tensor: torch.Tensor, size: int) -> LocalShard:
 
 
 def optimizer_state(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, held: Mapping[str, LocalShard], size: int
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, shards: Mapping[str, LocalShard], size: int
 ) -> tuple[dict[str, LocalTensor], dict[str, Any]]:
     """Return the parts of the optimizer's tensors by name, and its groups and plain numbers as JSON.
 
@@ -153,7 +153,7 @@ def optimizer_state(
         name = f"{OPTIMIZER}{key}/{names[parameter]}"
         if owners.setdefault(name, owner) != owner:
             raise _duplicate_state(optimizer, name)
-        parameter_shard = shard_of_its_state(names[parameter], parameter, held, size)
+        parameter_shard = shard_of_its_state(names[parameter], parameter, shards, size)
         tensors = {key: value}
         if not isinstance(value, torch.Tensor):
             plain[name], inner = form_of_state(f"the optimizer's state {key!r}", value)
@@ -168,37 +168,37 @@ def optimizer_state(
     return parts, description
 
 
-def form_of_state(what: str, value: Any) -> tuple[Any, list[torch.Tensor]]:
+def form_of_state(label: str, value: object) -> tuple[Any, list[torch.Tensor]]:
     """Return a value of an optimizer's state as JSON, and the tensors in it.
 
     A number, a string or None is itself; a list, dict or deque has one key, which no earlier version wrote.
 
     Args:
-        what: `value` is, for the error.
-        value: no tensor.
+        label: a name of `value`, for the error.
+        value: the value, which is no tensor.
 
     Raises:
         WorkloadError: a checkpoint can't keep it.
     """
     tensors: list[torch.Tensor] = []
     try:
-        form = encode(what, value, tensors)
+        form = encode(label, value, tensors)
     except WorkloadError as error:
         with contextlib.suppress(WorkloadError):  # such as a subclass of a number or a tuple
-            return as_json(what, value, with_tensors=False), []
+            return as_json(label, value, with_tensors=False), []
         raise error from None
     is_plain = not isinstance(form, dict | list)
     return (form if is_plain else {_VALUES: form}), tensors
 
 
 def _state_parts(key: str, parameter: str, local: torch.Tensor, shard: LocalShard) -> dict[str, LocalTensor]:
-    """Return what this rank saves of a tensor of a parameter's state, by name.
+    """Return the parts that this rank saves of a tensor of a parameter's state, by name.
 
     Args:
-        key: of the state.
-        parameter: its name.
-        local: what of the tensor is here.
-        shard: of the parameter's state.
+        key: the key of the state.
+        parameter: the name of the parameter.
+        local: the part of the tensor on this rank.
+        shard: the shard of the parameter's state.
     """
     if is_packed(local):
         return _packed_parts(key, parameter, local, shard)
@@ -208,8 +208,8 @@ def _state_parts(key: str, parameter: str, local: torch.Tensor, shard: LocalShar
     is_cut = tuple(local.shape) == spec.local_shape
     if not is_cut and spec.cuts and local.numel() != 1:
         raise no_shard_spec(name, local, spec.local_shape)
-    here = _shard_of_state(spec.shape if is_cut else tuple(local.shape), shard)
-    return {} if here is None else {name: LocalTensor(local, here)}
+    state_shard = _shard_of_state(spec.shape if is_cut else tuple(local.shape), shard)
+    return {} if state_shard is None else {name: LocalTensor(local, state_shard)}
 
 
 def _packed_parts(key: str, parameter: str, value: torch.Tensor, shard: LocalShard) -> dict[str, LocalTensor]:
@@ -217,8 +217,8 @@ def _packed_parts(key: str, parameter: str, value: torch.Tensor, shard: LocalSha
     parts = {}
     for piece_key, piece in pieces_of(key, value).items():
         shape = shape_of_piece(shard.shard_spec, piece, value)
-        held = LocalShard(spec_of_piece(shard.shard_spec, shape), shard.holders)
-        parts[f"{OPTIMIZER}{piece_key}/{parameter}"] = LocalTensor(piece, held)
+        piece_shard = LocalShard(spec_of_piece(shard.shard_spec, shape), shard.holders)
+        parts[f"{OPTIMIZER}{piece_key}/{parameter}"] = LocalTensor(piece, piece_shard)
     return parts
 
 
@@ -263,27 +263,27 @@ def _duplicate_state(optimizer: torch.optim.Optimizer, name: str) -> WorkloadErr
     )
 
 
-def shard_of_parameter(name: str, parameter: torch.Tensor, held: Mapping[str, LocalShard], size: int) -> LocalShard:
-    """Return which part of a parameter is here, and which ranks have the same.
+def shard_of_parameter(name: str, parameter: torch.Tensor, shards: Mapping[str, LocalShard], size: int) -> LocalShard:
+    """Return the part of a parameter on this rank, and the ranks that have the same.
 
     Args:
-        name: the parameter's.
-        parameter: of the model as the strategies left it.
-        held: which part of a state tensor is here.
-        size: ranks of the world.
+        name: the name of the parameter.
+        parameter: a parameter of the model as the strategies left it.
+        shards: the part of each state tensor on this rank.
+        size: the number of ranks of the world.
     """
-    return held.get(name) or _replicated(parameter, size)
+    return shards.get(name) or _replicated(parameter, size)
 
 
 def shard_of_its_state(
-    name: str, parameter: torch.nn.Parameter, held: Mapping[str, LocalShard], size: int
+    name: str, parameter: torch.nn.Parameter, shards: Mapping[str, LocalShard], size: int
 ) -> LocalShard:
     """Return the shard of a parameter's optimizer state: the parameter's, unless a strategy has another for it."""
-    return held.get(OPTIMIZER + name) or shard_of_parameter(name, parameter, held, size)
+    return shards.get(OPTIMIZER + name) or shard_of_parameter(name, parameter, shards, size)
 
 
 def _shard_of_state(global_shape: tuple[int, ...], parameter_shard: LocalShard) -> LocalShard | None:
-    """Return what this rank saves of a state tensor, and which ranks have the same; None if only others save it.
+    """Return the shard of a state tensor that this rank saves; None if only others save it.
 
     One of the parameter's shape is cut as the parameter. Any other (a count of steps) is the same wherever
     there is a part of the parameter: those with the first part save it.
@@ -310,7 +310,7 @@ def read_state(
     folder: Path,
     manifest: Mapping[str, Any],
     model: torch.nn.Module,
-    held: Mapping[str, LocalShard],
+    shards: Mapping[str, LocalShard],
     comm: AxisComm,
 ) -> dict[str, torch.Tensor]:
     """Read this rank's parts of the model's and the optimizer's tensors, as any mesh saved them; verify each bit.
@@ -321,44 +321,44 @@ def read_state(
         CheckpointError: the checkpoint is of another model, or damaged.
     """
     # Step 1: what this rank wants of each tensor, and which parts its hashes cover. The mesh that saved may be another.
-    local_model = model_parts(model, held, comm.size)
-    shards = {name: part.held for name, part in local_model.items()}  # what this rank verifies
-    wanted: dict[str, ShardSpec | None] = {name: shard.shard_spec for name, shard in shards.items()}  # and reads
+    local_model = model_parts(model, shards, comm.size)
+    verified = {name: part.shard for name, part in local_model.items()}  # what this rank verifies
+    shard_specs: dict[str, ShardSpec | None] = {name: shard.shard_spec for name, shard in verified.items()}  # and reads
     parameters = {name: p for name, p in model.named_parameters() if not p.is_meta}
     extra = extra_names(model)
     for name, entry in manifest["tensors"].items():
         if name.removeprefix(MODEL) in extra:  # up to version 4, where it was a tensor
-            wanted[name] = None
-            shards[name] = _replicated(torch.empty(entry["shape"], device="meta"), comm.size)
+            shard_specs[name] = None
+            verified[name] = _replicated(torch.empty(entry["shape"], device="meta"), comm.size)
         parameter = _parameter_of(name)
         if parameter not in parameters:
             continue
         if name.startswith(AVERAGE):
-            parameter_shard = shard_of_parameter(parameter, parameters[parameter], held, comm.size)
+            parameter_shard = shard_of_parameter(parameter, parameters[parameter], shards, comm.size)
         else:
-            parameter_shard = shard_of_its_state(parameter, parameters[parameter], held, comm.size)
+            parameter_shard = shard_of_its_state(parameter, parameters[parameter], shards, comm.size)
         if not parameter_shard.holders:
             continue
         spec = parameter_shard.shard_spec
         global_shape = tuple(entry["shape"])
         if name.startswith(OPTIMIZER) and is_piece(_key_of(name)):
             spec = spec_of_piece(spec, global_shape)
-            wanted[name] = spec
-            shards[name] = LocalShard(spec, parameter_shard.holders)
+            shard_specs[name] = spec
+            verified[name] = LocalShard(spec, parameter_shard.holders)
             continue
         # None: all of it.
-        wanted[name] = spec if global_shape == spec.shape else None
+        shard_specs[name] = spec if global_shape == spec.shape else None
         shard = _shard_of_state(global_shape, parameter_shard)
         if shard is not None:
-            shards[name] = shard
+            verified[name] = shard
     # Step 2: read; a rank that fails must still come to the collective below, or the others wait for it there.
     failure = None
     tensors: dict[str, torch.Tensor] = {}
     restored: dict[str, LocalTensor] = {}
     try:
         check_same_model(folder, manifest["tensors"], local_model)
-        tensors = read_parts(folder, manifest, wanted)
-        restored = {name: LocalTensor(tensors[name], shard) for name, shard in shards.items()}
+        tensors = read_parts(folder, manifest, shard_specs)
+        restored = {name: LocalTensor(tensors[name], shard) for name, shard in verified.items()}
     except CheckpointError as error:
         failure = error
     # Collective, so a rank that failed calls it too: it hands on its error, and every rank raises.
@@ -379,7 +379,7 @@ def _key_of(name: str) -> str:
 
 
 def averages_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """Return what `read_state` read of averages of the parameters: by the average's name, by the parameter's."""
+    """Return the averages of the parameters that `read_state` read, by the average's name and the parameter's."""
     averages: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         if name.startswith(AVERAGE):
@@ -388,12 +388,14 @@ def averages_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torc
     return averages
 
 
-def restore_model(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], held: Mapping[str, LocalShard]) -> None:
+def restore_model(
+    model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], shards: Mapping[str, LocalShard]
+) -> None:
     """Write what `read_state` read to the model's own memory."""
     # The parts are the model's own memory; the size of the world does not matter here.
     with torch.no_grad():
-        for name, part in model_parts(model, held, 1).items():
-            if name in tensors:  # weights alone may be without some
+        for name, part in model_parts(model, shards, 1).items():
+            if name in tensors:  # a file of weights may be without some
                 part.tensor.copy_(tensors[name])
     ExtraState(model).load_state_dict({name.removeprefix(MODEL): tensor for name, tensor in tensors.items()})
 
@@ -403,9 +405,9 @@ def restore_optimizer(
     optimizer: torch.optim.Optimizer,
     tensors: Mapping[str, torch.Tensor],
     saved: dict[str, Any],
-    held: Mapping[str, LocalShard],
+    shards: Mapping[str, LocalShard],
 ) -> None:
-    """Put back what `optimizer_state` took, of the parameters whose state is here.
+    """Put back what `optimizer_state` took, for the parameters whose state is on this rank.
 
     Raises:
         CheckpointError: the optimizer is of another class or groups parameters otherwise, or its state is not whole.
@@ -415,19 +417,19 @@ def restore_optimizer(
     for group in groups_of(optimizer):
         groups.append([names[parameter] for parameter in group["params"]])
     _check_groups(model, kind_of(optimizer), groups, saved)
-    # A person's own class may keep in its groups what grows while it runs; torch's classes don't.
-    is_torchs = all(type(one).__module__.startswith("torch.") for one in alone(optimizer))
+    # A user's own class may keep in its groups what grows while it runs; torch's classes don't.
+    is_torchs = all(type(member).__module__.startswith("torch.") for member in alone(optimizer))
     check_groups(saved["groups"], groups_of(optimizer), may_grow=not is_torchs)
-    local_parameters = _with_state_here(names, held)
-    tensors = _put_together(optimizer, local_parameters, tensors, held)
+    local_parameters = _with_state_here(names, shards)
+    tensors = _put_together(optimizer, local_parameters, tensors, shards)
     values = _values_of(saved["numbers"], local_parameters, tensors)
     if len(parts_of(optimizer)) > 1:
-        _restore_parts(optimizer, names, {**tensors, **values}, saved, held)
+        _restore_parts(optimizer, names, {**tensors, **values}, saved, shards)
         return
     # torch's `load_state_dict` knows parameters by their number, counted through all groups.
     numbers = {name: number for number, name in enumerate(itertools.chain.from_iterable(groups))}
-    here = {name: parameter for name, parameter in local_parameters.items() if name in numbers}
-    by_name, apart = _by_parameter({**tensors, **values}, here)
+    named = {name: parameter for name, parameter in local_parameters.items() if name in numbers}
+    by_name, apart = _by_parameter({**tensors, **values}, named)
     state = {numbers[name]: values_of_one for name, values_of_one in by_name.items()}
     packed = []
     for saved_group, group, members in zip(saved["groups"], optimizer.param_groups, groups, strict=True):
@@ -439,7 +441,7 @@ def restore_optimizer(
         for name in members:
             if numbers[name] in state:
                 local_state = _local_values(state[numbers[name]])
-                part = _like_state(local_parameters[name], held.get(OPTIMIZER + name))
+                part = _like_state(local_parameters[name], shards.get(OPTIMIZER + name))
                 check.check(group_number, packed[group_number], name, part, local_state)
     optimizer.load_state_dict({"state": state, "param_groups": packed})
     for parameter, key, value in apart:
@@ -447,9 +449,9 @@ def restore_optimizer(
 
 
 def _by_parameter(
-    values: Mapping[str, Any], parameters: Mapping[str, torch.nn.Parameter]
+    values: Mapping[str, object], parameters: Mapping[str, torch.nn.Parameter]
 ) -> tuple[dict[str, dict[str, Any]], list[tuple[torch.nn.Parameter, str, Any]]]:
-    """Return what the checkpoint has of some parameters: what torch's `load_state_dict` takes by name, and all else.
+    """Return a checkpoint's state of some parameters: the part that torch's `load_state_dict` takes, and all else.
 
     Of a list it would cast the tensors, and it fails at a string, an array or a bounded deque.
     """
@@ -467,14 +469,14 @@ def _by_parameter(
 
 
 def _values_of(
-    saved: Mapping[str, Any], local_parameters: Mapping[str, torch.nn.Parameter], tensors: dict[str, torch.Tensor]
+    saved: Mapping[str, object], local_parameters: Mapping[str, torch.nn.Parameter], tensors: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """Return by name the state that is no tensor, of the parameters whose state is here; take its tensors out.
+    """Return the state that is no tensor, by name, of the parameters with state here, and remove its tensors.
 
     Args:
         saved: the manifest's numbers.
-        local_parameters: by name.
-        tensors: what was read; those that belong to a list, dict or deque are taken out.
+        local_parameters: the parameters whose state is on this rank, by name.
+        tensors: the tensors that were read; those that belong to a list, dict or deque are taken out.
 
     Raises:
         CheckpointError: a list, dict or deque lacks a tensor.
@@ -507,16 +509,18 @@ def check_same_precision(optimizer: torch.optim.Optimizer, saved: Mapping[str, A
     """Raise CheckpointError where a checkpoint has the optimizer's state in another precision; before it is read.
 
     Args:
-        optimizer: the job's.
-        saved: what the manifest has of the checkpoint's.
+        optimizer: the optimizer of the job.
+        saved: the manifest's entry of the checkpoint's optimizer.
     """
-    there, here = states_of_kind(saved["class"]), states_of_kind(kind_of(optimizer))
-    if there != here:
-        wanted = "leave optimizer_states out" if there == "full" else f"write optimizer_states={there}"
+    saved_precision, precision = states_of_kind(saved["class"]), states_of_kind(kind_of(optimizer))
+    if saved_precision != precision:
+        advice = (
+            "leave optimizer_states out" if saved_precision == "full" else f"write optimizer_states={saved_precision}"
+        )
         raise CheckpointError(
-            f"the checkpoint has the state of a {saved['class']}, in {there} precision",
-            f"the job's optimizer is a {kind_of(optimizer)}: optimizer_states={here}",
-            f"{wanted} in the plan, or start without the checkpoint",
+            f"the checkpoint has the state of a {saved['class']}, in {saved_precision} precision",
+            f"the job's optimizer is a {kind_of(optimizer)}: optimizer_states={precision}",
+            f"{advice} in the plan, or start without the checkpoint",
         )
 
 
@@ -524,9 +528,9 @@ def _put_together(
     optimizer: torch.optim.Optimizer,
     local_parameters: Mapping[str, torch.nn.Parameter],
     tensors: Mapping[str, torch.Tensor],
-    held: Mapping[str, LocalShard],
+    shards: Mapping[str, LocalShard],
 ) -> dict[str, torch.Tensor]:
-    """Return what was read, with moments in few bits in place of their pieces.
+    """Return the tensors that were read, with moments in few bits put together from their parts.
 
     Raises:
         CheckpointError: the optimizer has such a moment in another form.
@@ -550,9 +554,9 @@ def _put_together(
         if name not in local_parameters:
             continue
         parameter = local_parameters[name]
-        like = _like_state(parameter, held.get(OPTIMIZER + name))
-        here = torch.empty(like.shape, dtype=like.dtype, device=local_part(parameter).device)
-        value = put_together(owners[parameter], here, key, read) if parameter in owners else None
+        like = _like_state(parameter, shards.get(OPTIMIZER + name))
+        empty = torch.empty(like.shape, dtype=like.dtype, device=local_part(parameter).device)
+        value = put_together(owners[parameter], empty, key, read) if parameter in owners else None
         if value is None:
             raise _in_another_form(optimizer, key, name, "in blocks")
         together[f"{OPTIMIZER}{key}/{name}"] = value
@@ -562,10 +566,10 @@ def _put_together(
 def _low_precision_owners(optimizer: torch.optim.Optimizer) -> dict[torch.nn.Parameter, torch.optim.Optimizer]:
     """Return for each parameter with states in few bits the optimizer that has it."""
     owners: dict[torch.nn.Parameter, torch.optim.Optimizer] = {}
-    for one in parts_of(optimizer):
-        if is_low_precision(one):
-            for group in one.param_groups:
-                owners |= dict.fromkeys(group["params"], one)
+    for part in parts_of(optimizer):
+        if is_low_precision(part):
+            for group in part.param_groups:
+                owners |= dict.fromkeys(group["params"], part)
     return owners
 
 
@@ -578,25 +582,25 @@ def _in_another_form(optimizer: torch.optim.Optimizer, key: str, name: str, form
 
 
 def _with_state_here(
-    names: Mapping[torch.nn.Parameter, str], held: Mapping[str, LocalShard]
+    names: Mapping[torch.nn.Parameter, str], shards: Mapping[str, LocalShard]
 ) -> dict[str, torch.nn.Parameter]:
     """Return the parameters whose optimizer state is on this rank, by name."""
-    here = {}
+    named = {}
     for parameter, name in names.items():
-        shard = held.get(OPTIMIZER + name)
+        shard = shards.get(OPTIMIZER + name)
         if not parameter.is_meta and (shard is None or shard.holders):
-            here[name] = parameter
-    return here
+            named[name] = parameter
+    return named
 
 
 def _like_state(parameter: torch.nn.Parameter, shard: LocalShard | None) -> torch.Tensor:
     """Return a tensor of the shape that state of the parameter has here: of its part, or of all of it."""
     if shard is None:
         return local_part(parameter)
-    return torch.empty(shard.shard_spec.shape, dtype=parameter.dtype, device="meta")
+    return torch.empty(shard.shard_spec.local_shape, dtype=parameter.dtype, device="meta")
 
 
-def _settings_of(saved_group: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+def _settings_of(saved_group: Mapping[str, object], group: Mapping[str, object]) -> dict[str, Any]:
     """Return the settings of a saved group, in the types that they have in the optimizer's group."""
     settings = {}
     for key, value in saved_group.items():
@@ -605,7 +609,7 @@ def _settings_of(saved_group: Mapping[str, Any], group: Mapping[str, Any]) -> di
     return settings
 
 
-def _local_values(state: Mapping[str, Any]) -> dict[str, Any]:
+def _local_values(state: Mapping[str, object]) -> dict[str, Any]:
     values = {}
     for key, value in state.items():
         values[key] = local_part(value) if isinstance(value, torch.Tensor) else value
@@ -615,12 +619,12 @@ def _local_values(state: Mapping[str, Any]) -> dict[str, Any]:
 def _restore_parts(
     optimizer: torch.optim.Optimizer,
     names: Mapping[torch.nn.Parameter, str],
-    values: Mapping[str, Any],
+    values: Mapping[str, object],
     saved: dict[str, Any],
-    held: Mapping[str, LocalShard],
+    shards: Mapping[str, LocalShard],
 ) -> None:
     """Put back the state of an optimizer made of several; `values` are tensors and all else, by name."""
-    local_parameters = _with_state_here(names, held)
+    local_parameters = _with_state_here(names, shards)
     part_numbers = range(len(parts_of(optimizer)))
     owners = saved.get("owners", {})
     state: dict[int, dict[torch.nn.Parameter, dict[str, Any]]] = {}
@@ -637,7 +641,7 @@ def _restore_parts(
         groups.append(_settings_of(saved_group, group))
     like = {}
     for name, parameter in local_parameters.items():
-        like[parameter] = (name, _like_state(parameter, held.get(OPTIMIZER + name)))
+        like[parameter] = (name, _like_state(parameter, shards.get(OPTIMIZER + name)))
     restore_parts(optimizer, groups, state, like)
 
 
@@ -672,11 +676,11 @@ def _check_groups(model: torch.nn.Module, kind: str, groups: list[list[str]], sa
         raise error
 
 
-def _counted(groups: Sequence[Any]) -> str:
+def _counted(groups: Sequence[object]) -> str:
     return "1 group of parameters" if len(groups) == 1 else f"{len(groups)} groups of parameters"
 
 
-def _as_state_of(parameter: torch.nn.Parameter, value: Any) -> Any:
+def _as_state_of(parameter: torch.nn.Parameter, value: object) -> object:
     """Return a part that was read, as the optimizer keeps state of `parameter`: a DTensor's is one on its mesh."""
     from_local = getattr(type(parameter), "from_local", None)
     if from_local is None or not isinstance(value, torch.Tensor) or is_packed(value):
@@ -726,20 +730,20 @@ def _model_dtype(model: torch.nn.Module) -> str:
 
 
 def own_tensors(
-    random: Mapping[str, torch.Tensor], wire: Mapping[str, torch.Tensor], kept: Mapping[str, torch.Tensor]
+    random: Mapping[str, torch.Tensor], wire: Mapping[str, torch.Tensor], kept_tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Return this rank's own tensors under their checkpoint names."""
     tensors = {f"{OWN}random/{name}": tensor for name, tensor in random.items()}
-    tensors.update({OWN + name: tensor for name, tensor in kept.items()})
+    tensors.update({OWN + name: tensor for name, tensor in kept_tensors.items()})
     for name, tensor in wire.items():
         tensors[f"{OWN}wire/{name}"] = tensor
     return tensors
 
 
-def restore_wire(state: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> bool:
+def restore_wire(state: Mapping[str, torch.Tensor], rank_tensors: Mapping[str, torch.Tensor]) -> bool:
     """Put back what compression carries over; change nothing and return False if other compression was saved."""
     # Residuals of another compression, or of other buckets, fit no bucket of now.
-    saved = part(own, "wire/")
+    saved = part(rank_tensors, "wire/")
     if _layout(state) != _layout(saved):
         return False
     for name, tensor in state.items():
@@ -775,24 +779,24 @@ def parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
     return names
 
 
-def as_json(what: str, value: Any, with_tensors: bool = True) -> Any:
+def as_json(label: str, value: object, with_tensors: bool = True) -> Any:
     """Return `value` as JSON keeps it: tuples as lists, whole numbers as keys as text, tensors of one number as that.
 
     `alike.in_types_of` undoes all three where a value of the same form is at hand.
 
     Args:
-        what: `value` is, for the error.
-        value: of a setting or a state.
-        with_tensors: whether tensors of one number may be in it.
+        label: a name of `value`, for the error.
+        value: the value of a setting or a state.
+        with_tensors: True if tensors of one number may be in it.
 
     Raises:
         WorkloadError: JSON can't keep it.
     """
     try:
-        return parse_json(json.dumps(value, default=_number_of if with_tensors else None), what)
+        return parse_json(json.dumps(value, default=_number_of if with_tensors else None), label)
     except (TypeError, ValueError, RecursionError):
         raise WorkloadError(
-            f"{what} should be something that JSON can keep",
+            f"{label} should be something that JSON can keep",
             f"it is a {type(value).__name__}",
             "use numbers, strings, lists and dicts; checkpoints hold no pickled objects",
         ) from None

@@ -1,4 +1,4 @@
-"""One training step, top to bottom. Read this first; `parallel/apply.py` has what each part of it does."""
+"""One training step, top to bottom. Read this first; `parallel/engine/declared.py` has the code of each part."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import torch
 from paceline.comm.host_copy import HostCopy
 from paceline.comm.step_times import OPTIMIZER, Timed
 from paceline.nouns.errors import LossError
-from paceline.parallel.apply import Parallel
-from paceline.parallel.guarded_update import can_leave_out, left_out_if
-from paceline.parallel.norm import scale_gradients
+from paceline.parallel.engine.declared import DeclaredEngine
+from paceline.parallel.loss_scale import can_leave_out, left_out_if
 from paceline.parallel.observer import REDUCE, UPDATE
 from paceline.parallel.step_stats import StepStats
 
@@ -23,8 +22,8 @@ class StepResult(NamedTuple):
 
     Attributes:
         stats: the numbers that all ranks know.
-        gradient_norm: before clipping; None where nothing is clipped.
-        is_skipped: gradients have overflown under fp16, so the parameters are as they were.
+        gradient_norm: the norm of the gradients before clipping; None where nothing is clipped.
+        is_skipped: True if gradients have overflown under fp16: the parameters are unchanged.
     """
 
     stats: StepStats
@@ -34,19 +33,21 @@ class StepResult(NamedTuple):
 
 def train_step(
     microbatches: Sequence[Any],
-    parallel: Parallel,
+    parallel: DeclaredEngine,
     optimizer: torch.optim.Optimizer,
-    control: tuple[bool, int],
+    is_stopping: bool = False,
+    longest: int = 1,
 ) -> StepResult:
     """Run forward, backward, reduce, check, change, clip, update. Update nothing if the loss is not finite.
 
     Under fp16 nothing is updated, either, where gradients overflow on some rank.
 
     Args:
-        microbatches: this rank's.
-        parallel: the strategies.
-        optimizer: over this rank's parameters.
-        control: whether this rank was asked to stop; the most micro-batches that any rank has.
+        microbatches: the micro-batches of this rank.
+        parallel: the engine, with the strategies of the plan.
+        optimizer: the optimizer of this rank's parameters.
+        is_stopping: True if this rank was asked to stop.
+        longest: the most micro-batches that any rank has.
 
     Raises:
         LossError: the loss has the wrong form or is not finite, or nothing counted; or the gradient's norm is
@@ -55,7 +56,6 @@ def train_step(
     """
     optimizer.zero_grad(set_to_none=True)
     parallel.model.zero_grad(set_to_none=True)  # parameters that the optimizer does not have count in the norm too
-    is_stopping, longest = control
     parallel.forward_backward(microbatches, is_stopping, longest)
     observer = parallel.observers
     if parallel.is_observed:
@@ -68,7 +68,7 @@ def train_step(
     # Before the update, and on all ranks from the same sums: all raise, and the parameters stay as they were.
     check_finite(stats)
     if parallel.loss_scale is not None:
-        parallel.loss_scale.note(has_overflown)
+        parallel.loss_scale.update(has_overflown)
         if has_overflown:
             return StepResult(stats, None, is_skipped=True)
     with Timed(OPTIMIZER):
@@ -76,7 +76,7 @@ def train_step(
             parallel.change_gradients(updated)
         norm = parallel.norm
         # After the sum over all ranks: the norm of a rank's own gradient is another.
-        clipped = None if parallel.clip_norm is None else clip(parallel, parallel.clip_norm)
+        clipped = None if parallel.clip_norm is None else parallel.clip(parallel.clip_norm)
         is_guarded = clipped is not None and can_leave_out(optimizer, parallel.device)
         if clipped is not None and not is_guarded:
             norm = finite_norm(clipped)
@@ -110,22 +110,7 @@ def check_finite(stats: StepStats) -> None:
         )
 
 
-def clip(parallel: Parallel, clip_norm: float) -> torch.Tensor:
-    """Scale all gradients so that their norm, over all parameters together, is at most `clip_norm`.
-
-    Returns:
-        The norm before clipping, one number, the same on every rank. Where it is not finite, gradients stay as they
-        are.
-    """
-    norm = parallel.gradient_norm()
-    # The factor is that of torch's clip_grad_norm_, with its 1e-6.
-    factor = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
-    factor = torch.where(torch.isfinite(norm), factor, 1.0)
-    scale_gradients(parallel.placed.updated().values(), factor)
-    return norm
-
-
-def _update_if_finite(parallel: Parallel, optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> float:
+def _update_if_finite(parallel: DeclaredEngine, optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> float:
     """Give the device an update that it leaves out where the norm is not finite, and then read the norm.
 
     Raises:

@@ -1,6 +1,6 @@
 """Find ranks that are not at the same step, by memory in which every rank of this host counts its steps.
 
-A rank that ends its loop, or saves alone, waits for the others in a collective, and they wait for it in their next
+A rank that ends its loop, or saves by itself, waits for the others in a collective, and they wait for it in their next
 step. The board shows that at once, so that the job ends with an error instead of a hang.
 """
 
@@ -43,7 +43,7 @@ class StepBoard:
     """The board of one job. Where ranks are on several hosts, or meet without a file, it does nothing.
 
     Args:
-        place: this process among the ranks.
+        place: the place of this process among the ranks.
     """
 
     def __init__(self, place: RankInfo) -> None:
@@ -63,12 +63,12 @@ class StepBoard:
                 self.memory = _shared_memory(self.path, place.size * _SLOT.size)
 
     def begin_step(self) -> None:
-        """Note that this rank begins a step."""
+        """Count a step that this rank begins."""
         self.begun += 1
         self._write()
 
     def begin_collective(self) -> None:
-        """Note that this rank begins what all ranks do together in a step: one at a call sees that it went on."""
+        """Count a collective that this rank begins in a step: a rank that waits at a call sees that it went on."""
         self.collectives += 1
         self._write()
 
@@ -110,11 +110,11 @@ class StepBoard:
         self._write()
         deadline_s = time.monotonic() + WAIT_S
         while time.monotonic() < deadline_s:
-            others = [self._read(rank) for rank in range(self.size) if rank != self.rank]
-            if any(begun > self.begun for begun, *_ in others):
+            rows_of_others = [self._read(rank) for rank in range(self.size) if rank != self.rank]
+            if any(begun > self.begun for begun, *_ in rows_of_others):
                 return None  # in the next step, which waits for this rank
-            if all(begun == self.begun and calls and call in _ENDS for begun, _, calls, call in others):
-                return {call for *_, call in others}
+            if all(begun == self.begun and calls and call in _ENDS for begun, _, calls, call in rows_of_others):
+                return {call for *_, call in rows_of_others}
             time.sleep(_POLL_S)
         return None
 
@@ -132,23 +132,23 @@ class StepBoard:
             _SLOT.pack_into(self.memory, self.rank * _SLOT.size, self.begun, self.collectives, number)
 
     def _read(self, rank: int) -> tuple[int, int, int, str]:
-        """Return what a rank has written: steps, collectives and calls begun, and the last call."""
+        """Return the numbers of steps, collectives and calls that a rank has begun, and its last call."""
         assert self.memory is not None
         begun, collectives, number = _SLOT.unpack_from(self.memory, rank * _SLOT.size)
         calls, index = divmod(number, _CALLS_PER_SLOT)
         return begun, collectives, calls, CALLS[index]
 
     def _is_here(self, rank: int, call: str, step: int) -> bool:
-        begun, collectives, calls, other = self._read(rank)
-        if call == CLOSE and other == FAILED and begun == self.begun:
+        begun, collectives, calls, last_call = self._read(rank)
+        if call == CLOSE and last_call == FAILED and begun == self.begun:
             return True  # it saves the last step with this one, and fails then
         # It made this call less often and is steps ahead: it will never come here.
         if calls < self.calls and begun > self.begun:
             raise self._apart(call, rank, f"is in step {step + begun - self.begun}", step)
         if calls < self.calls and collectives > self.collectives:
             raise self._apart(call, rank, f"has gone on with step {step} or the next", step)
-        if calls == self.calls and other != call:
-            raise self._apart(call, rank, f"is at {other}", step)
+        if calls == self.calls and last_call != call:
+            raise self._apart(call, rank, f"is at {last_call}", step)
         return bool(calls >= self.calls)
 
     def _apart(self, call: str, rank: int, found: str, step: int) -> CollectiveError:

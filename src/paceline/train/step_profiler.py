@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from paceline.torch_private.autograd import is_profiler_running
 from paceline.train.profile_files import VARIABLE, path_of, wanted_steps
 
 
@@ -18,10 +19,10 @@ class StepProfiler:
     """Records the steps of one job that its environment asks for.
 
     Args:
-        run_dir: of the job; None: nothing is recorded.
-        rank: this process's.
-        environment: of this process.
-        notice: told what people should know.
+        run_dir: the run directory of the job; None: nothing is recorded.
+        rank: the rank of this process.
+        environment: the environment of this process.
+        notice: a function that prints a notice for the user.
 
     Raises:
         UsageError: the variable is no range of steps.
@@ -44,7 +45,7 @@ class StepProfiler:
         """Begin before the first step that is wanted, and end after the last.
 
         Args:
-            step: that has ended, or after which a resumed job begins.
+            step: the step that has ended, or after which a resumed job begins.
         """
         if self.steps is None:
             return
@@ -83,7 +84,7 @@ class StepProfiler:
     def _try(self, begin: Callable[[], None]) -> bool:
         """Return whether a part of the profiler has begun. A process has one: a second would end the first."""
         try:
-            if torch._C._autograd._profiler_enabled():
+            if is_profiler_running():
                 raise RuntimeError("the file has a profiler of its own that records")
             begin()
             return True

@@ -1,14 +1,18 @@
 """A data set that is read from its beginning to its end: no length, no sample by its number.
 
-Every rank reads all of it, and keeps its part of each batch (`stream_loader.py`). What is drawn while a sample is read
-(torch, random, numpy) depends on the seed, the epoch and the sample's number in it alone.
+Every rank reads all of it, and keeps its part of each batch (`loader.load_stream`). So batch N has the same samples on
+any number of ranks. A batch ends where the stream does; the next epoch begins with a new one. A job that resumes has
+the data set go to its place, where that can do so exactly; else the stream is read on.
+
+What is drawn while a sample is read (torch, random, numpy) depends only on the seed, the epoch and the sample's number
+in it.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +21,14 @@ from torch.utils.data import IterableDataset
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.parts import is_stream
 from paceline.nouns.reading import LARGEST
-from paceline.train.seed import seed_sample
+from paceline.train.seed import kept_random_state, seed_sample
 
 READ, COLLATE = range(2)  # random streams of a sample
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """What a workload's data is read from, once in each epoch.
+    """The source of a workload's data, read once in each epoch.
 
     Args:
         data: a data set that can be iterated over again and again; None where `make` makes each epoch's.
@@ -44,7 +48,7 @@ class Stream:
             set_epoch(epoch)
 
     def state(self) -> dict[str, Any] | None:
-        """Return where the data set is in its epoch, if it can say so and can be put there again exactly; else None."""
+        """Return the place of the data set in its epoch, if it has one that it can go back to exactly; else None."""
         if not self._can_go_on():
             return None
         state = self.data.state_dict()
@@ -84,12 +88,29 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (str, bool) or (type(value) is float and math.isfinite(value))
 
 
+@dataclass(frozen=True, slots=True)
+class StreamPlace:
+    """A place between two batches of a stream.
+
+    Attributes:
+        epoch: the number of the epoch, from 0.
+        batch: the number of batches taken in it.
+        taken: the number of batches taken in all epochs.
+        state: the data set's own state of its place; None where it has none.
+    """
+
+    epoch: int = 0
+    batch: int = 0
+    taken: int = 0
+    state: dict[str, Any] | None = None
+
+
 def as_stream(name: str, value: Any, makes: Callable[[], Any] | None = None) -> Stream | None:
     """Return the stream that a workload's data set is, or that its function makes; None if it is none.
 
     Args:
         name: "data" or "evaluation".
-        value: the data set, or what the function returned.
+        value: the data set, or the result of the function.
         makes: the function, if there is one.
 
     Raises:
@@ -118,10 +139,10 @@ class Numbered(IterableDataset[Any]):
     """The samples of an epoch with their numbers, each read with random numbers of its own.
 
     Args:
-        stream: it.
-        seed: of the job.
-        epoch: from 0.
-        first: number of the sample with which the iteration begins.
+        stream: the stream of samples, as the workload or the loop yields them.
+        seed: the seed of the job.
+        epoch: the number of the epoch, from 0.
+        first: the number of the sample with which the iteration begins.
     """
 
     def __init__(self, stream: Stream, seed: int, epoch: int, first: int = 0) -> None:
@@ -142,6 +163,44 @@ class Numbered(IterableDataset[Any]):
                 return
             yield number, sample
             number += 1
+
+
+class Head(Sequence[Any]):
+    """The samples of a stream's first batch, with their numbers: what is tried out before the first step.
+
+    Args:
+        stream: the samples, as the workload or the loop yields them.
+        seed: the seed of the job.
+        most: the number of samples of a batch.
+    """
+
+    def __init__(self, stream: Stream, seed: int, most: int) -> None:
+        self.stream = stream
+        self.seed = seed
+        self.most = most
+        self.samples: list[Any] | None = None
+
+    def _read(self) -> list[Any]:
+        if self.samples is None:
+            self.samples = []
+            with kept_random_state():
+                for numbered in Numbered(self.stream, self.seed, 0):
+                    self.samples.append(numbered)
+                    if len(self.samples) == self.most:
+                        break
+            if not self.samples:
+                raise empty()
+        return self.samples
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._read()[index][1]
+
+    def forget(self) -> None:
+        """Let the samples go; they are read again if they are asked for."""
+        self.samples = None
 
 
 def empty(name: str = "data") -> WorkloadError:

@@ -1,4 +1,4 @@
-"""Which of the batches that a loop has taken a loss is of.
+"""Find the batches of a loss among those that a loop has taken.
 
 Most loops train on a batch before they take the next. Others are ahead of themselves: they prefetch, read several
 batches into a list or a queue, or compute one loss of two batches. A loss has the weight of its own batches, so these
@@ -24,14 +24,15 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef  # type: ignore[attr-defined]
 
 from paceline.comm.pytree import tensors_in
-from paceline.train.loop_loader import Part
+from paceline.torch_private.tensors import key_of
+from paceline.train.loader import Part
 
 _MARK = "paceline batch"  # in the metadata of a node of the autograd graph
 _MOST_NODES = 256  # of a graph that are looked at: a loss is computed in few, and models that are called have marks
 
 
 class Memory:
-    """Where a tensor of a batch is. It does not hold it."""
+    """The address range of a tensor of a batch; the tensor may be freed."""
 
     def __init__(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> None:
         self.storage = StorageWeakRef(storage)  # while there is one, no other storage has its number
@@ -40,19 +41,19 @@ class Memory:
 
     def has(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is this one, or a view of it."""
-        return storage._cdata == self.storage.cdata and self.start <= tensor.data_ptr() < self.stop
+        return key_of(storage) == self.storage.cdata and self.start <= tensor.data_ptr() < self.stop
 
 
 @dataclass(slots=True, eq=False)
-class Taken:
+class TakenBatch:
     """A batch that the loop has taken.
 
     Attributes:
         part: this rank's part of it, without the samples.
         place: the pass, and the batch in it.
-        memory: of its tensors.
+        memory: the memory of its tensors.
         rows: the lengths of its tensors.
-        is_trained: a loss of it was handed to `job.backward`.
+        is_trained: True if a loss of it was handed to `job.backward`.
     """
 
     part: Part
@@ -64,16 +65,16 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The batches that something is of.
+    """The batches of a loss or of a model's call.
 
     Attributes:
-        batches: in the loop's order.
-        is_seen: their own tensors were found; otherwise they are guessed.
-        is_told: the weight is that of these batches; False where it may be another's.
-        is_one: where there are several, they are one batch: the model was called with all of their rows.
+        batches: the batches, in the loop's order.
+        is_seen: True if their own tensors were found; otherwise they are guessed.
+        is_told: True if the weight is that of these batches; False where it may be another's.
+        is_one: True if several batches are one: the model was called with all of their rows.
     """
 
-    batches: tuple[Taken, ...]
+    batches: tuple[TakenBatch, ...]
     is_seen: bool = True
     is_told: bool = True
     is_one: bool = False
@@ -86,12 +87,7 @@ class Found:
     @property
     def is_fresh(self) -> bool:
         """True if nothing was trained on these batches yet."""
-        return bool(self.batches) and not any(taken.is_trained for taken in self.batches)
-
-    @property
-    def has_one_weight(self) -> bool:
-        """True if the batches count equally, so that a sum of their losses has the weight of each."""
-        return self.is_one or len({taken.part.of for taken in self.batches}) <= 1
+        return bool(self.batches) and not any(batch.is_trained for batch in self.batches)
 
 
 class TakenBatches:
@@ -99,9 +95,9 @@ class TakenBatches:
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        self.waiting: list[Taken] = []  # not yet of an update, in the loop's order
-        self.updated: list[Taken] = []  # of the update that was made in this step
-        self.newest: Taken | None = None  # None at the end of a pass
+        self.waiting: list[TakenBatch] = []  # not yet of an update, in the loop's order
+        self.updated: list[TakenBatch] = []  # of the update that was made in this step
+        self.newest: TakenBatch | None = None  # None at the end of a pass
         self.is_ahead = False  # the loop has taken a batch before it trained on the one before
         self.is_in_order = False  # it did so from its beginning: it takes all batches that it trains on
         self.has_thread = False  # another thread takes batches
@@ -109,7 +105,7 @@ class TakenBatches:
         self.depth = 0  # how many were waiting to be trained on at the first loss
 
     def take(self, part: Part, place: tuple[int, int], batch: Any) -> None:
-        """Note a batch that the loop gets, and where its tensors are."""
+        """Record a batch that the loop gets, and the memory of its tensors."""
         self.has_thread |= threading.get_ident() != self.thread
         self.is_ahead |= self.has_thread or bool(self.waiting and not self.waiting[-1].is_trained)
         memory, rows = [], set()
@@ -119,11 +115,11 @@ class TakenBatches:
                 memory.append(Memory(storage, tensor))
             if tensor.dim():
                 rows.add(len(tensor))
-        self.newest = Taken(part._replace(batch=None), place, memory, rows)
+        self.newest = TakenBatch(part._replace(batch=None), place, memory, rows)
         self.waiting.append(self.newest)
 
     def end_pass(self) -> None:
-        """Note that the loader has no more batches."""
+        """Record the end of the loader's batches."""
         self.is_ahead |= bool(self.waiting and not self.waiting[-1].is_trained)
         self.newest = None
 
@@ -132,11 +128,11 @@ class TakenBatches:
         self.waiting, self.updated, self.newest = [], [], None
 
     def of_call(self, values: Any, follows: bool) -> Found:
-        """Return the batches of what a model is called with.
+        """Return the batches with which a model is called.
 
         Args:
-            values: the arguments.
-            follows: what is not seen belongs to the step whose update was made.
+            values: the arguments of the call.
+            follows: True if unseen tensors belong to the step whose update was made.
         """
         tensors = tensors_in(values)
         seen = self._seen(tensors)
@@ -157,19 +153,22 @@ class TakenBatches:
             return marks
         return self._guessed(None, follows) if has_batch or follows else Found(())
 
-    def note_trained(self, found: Found) -> None:
-        """Note that a loss of these batches was handed to `job.backward`."""
-        fresh = [taken for taken in self.waiting if not taken.is_trained]
+    def mark_trained(self, found: Found) -> None:
+        """Mark these batches: a loss of them was handed to `job.backward`."""
+        fresh = []
+        for batch in self.waiting:
+            if not batch.is_trained:
+                fresh.append(batch)
         if not self.has_trained or (found.is_seen and fresh and found.batches and found.batches[-1] is not fresh[-1]):
             self.is_in_order |= self.has_thread or len(fresh) > 1
         if not self.has_trained:
             self.depth = len(fresh)
         self.has_trained = True
-        for taken in found.batches:
-            taken.is_trained = True
+        for batch in found.batches:
+            batch.is_trained = True
 
-    def note_update(self) -> int:
-        """Note the update of a step; return the samples of its batches. Those before the last of them count too."""
+    def end_update(self) -> int:
+        """Take the batches of a step's update; return their samples. Batches before the last trained one count too."""
         last = len(self.waiting)
         while last and not self.waiting[last - 1].is_trained:
             last -= 1
@@ -177,8 +176,8 @@ class TakenBatches:
         self.updated = self.waiting[:last]
         self.waiting = self.waiting[last:]
         samples = 0
-        for taken in self.updated:
-            samples += taken.part.of
+        for batch in self.updated:
+            samples += batch.part.of
         return samples
 
     def end_step(self) -> None:
@@ -188,51 +187,51 @@ class TakenBatches:
     @property
     def has_one_size(self) -> bool:
         """True if the batches that a loss may be of are equally large."""
-        return len({taken.part.of for taken in [*self.updated, *self.waiting]}) <= 1
+        return len({batch.part.of for batch in [*self.updated, *self.waiting]}) <= 1
 
-    def place(self, now: tuple[int, int], counts_passes: bool) -> tuple[int, int]:
-        """Return where a resumed job is to go on.
+    def place(self, current: tuple[int, int], counts_passes: bool) -> tuple[int, int]:
+        """Return the pass and the batch at which a resumed job goes on.
 
         Args:
-            now: the pass, and the number of its batches that were taken.
-            counts_passes: the loop does something between passes, which is not to be done again: of a pass that is
-                over, batches that a gradient is made of already are not taken again.
+            current: the current pass, and the number of its batches that were taken.
+            counts_passes: True if the loop does something between passes, which is not to be done again: of a pass that
+                is over, batches that a gradient is made of already are not taken again.
         """
-        for taken in self.waiting:
-            if not counts_passes or not taken.is_trained or taken.place[0] == now[0]:
-                return taken.place
-        return now
+        for batch in self.waiting:
+            if not counts_passes or not batch.is_trained or batch.place[0] == current[0]:
+                return batch.place
+        return current
 
-    def _at(self, tensor: torch.Tensor) -> tuple[Taken, ...]:
+    def _at(self, tensor: torch.Tensor) -> tuple[TakenBatch, ...]:
         return self._seen([tensor])
 
-    def _seen(self, tensors: Iterable[torch.Tensor]) -> tuple[Taken, ...]:
+    def _seen(self, tensors: Iterable[torch.Tensor]) -> tuple[TakenBatch, ...]:
         """Return the batches of which these tensors are, or views."""
-        found: list[Taken] = []
+        found: list[TakenBatch] = []
         for tensor in tensors:
             storage = _storage(tensor)
             if storage is None:
                 continue
-            own = []
-            for taken in [*self.updated, *self.waiting]:
-                if any(memory.has(storage, tensor) for memory in taken.memory):
-                    own.append(taken)
-            if len(own) == 1 and own[0] not in found:  # all may be views of the data set
-                found.append(own[0])
+            matching = []
+            for batch in [*self.updated, *self.waiting]:
+                if any(memory.has(storage, tensor) for memory in batch.memory):
+                    matching.append(batch)
+            if len(matching) == 1 and matching[0] not in found:  # all may be views of the data set
+                found.append(matching[0])
         return tuple(found)
 
     def _guessed(self, rows: set[int] | None, follows: bool) -> Found:
         """Return the batch that has as many rows, in the loop's order; any where `rows` is None."""
-        fresh = [taken for taken in self.waiting if not taken.is_trained]
+        fresh = [batch for batch in self.waiting if not batch.is_trained]
         candidates = [*self.updated, *self.waiting]
-        together = {sum(max(taken.part.samples, 1) for taken in fresh)}
-        matching = [taken for taken in candidates if rows is None or taken.rows & rows]
+        together = {sum(max(batch.part.samples, 1) for batch in fresh)}
+        matching = [batch for batch in candidates if rows is None or batch.rows & rows]
         if rows is not None and not matching and len(fresh) > 1 and together & rows:
             return Found(tuple(fresh), is_seen=False, is_one=True)
         is_told = rows is not None and bool(matching)
         matching = matching or candidates
-        trained = [taken for taken in matching if taken.is_trained]
-        new = [taken for taken in matching if not taken.is_trained]
+        trained = [batch for batch in matching if batch.is_trained]
+        new = [batch for batch in matching if not batch.is_trained]
         if follows and trained:
             new = []
         chosen = new[-1:] if self.has_trained and not self.is_in_order else new[:1]
@@ -245,82 +244,76 @@ class TakenBatches:
 class BatchMarks:
     """Hooks of a model that mark what it returns with the batches that it was called with.
 
-    A copy of the model has the same hooks, and its pickle has none.
+    A copy of the model has the same hooks, and a serialized copy has hooks that do nothing.
 
     Args:
-        taken: the loop's batches.
-        follows: returns whether what is not seen belongs to the update that was made.
-        begin: is called before the model is, with its batches.
+        batches: the batches that the loop has taken.
+        follows: a function that returns True if unseen tensors belong to the update that was made.
+        begin: a function that is called before the model is, with its batches.
     """
 
-    def __init__(self, taken: TakenBatches, follows: Callable[[], bool], begin: Callable[[Found], None]) -> None:
-        self.taken = taken
+    def __init__(self, batches: TakenBatches, follows: Callable[[], bool], begin: Callable[[Found], None]) -> None:
+        self.batches = batches
         self.follows = follows
         self.begin = begin
 
-    def watch(self, model: torch.nn.Module) -> None:
-        """Register the hooks."""
-        model.register_forward_pre_hook(_Before(self), prepend=True, with_kwargs=True)
-        model.register_forward_hook(_After(self), with_kwargs=True)
-
-    def find(self, model: torch.nn.Module, values: Any) -> Found | None:
-        """Return the batches that a model is called with; None where no loss comes of it."""
-        is_trained = model.training and torch.is_grad_enabled()
-        if not is_trained or threading.get_ident() != self.taken.thread:
-            return None
-        return self.taken.of_call(values, self.follows())
-
-
-class _Hook:
-    def __init__(self, marks: BatchMarks) -> None:
-        self.marks = marks
-
-    def __deepcopy__(self, memo: Any) -> _Hook:
+    def __deepcopy__(self, memo: Any) -> BatchMarks:
         return self
 
     def __reduce__(self) -> Any:
-        return _no_hook, ()
+        return _NoMarks, ()
 
+    def watch(self, model: torch.nn.Module) -> None:
+        """Register the hooks."""
+        model.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
+        model.register_forward_hook(self.after, with_kwargs=True)
 
-class _Before(_Hook):
-    def __call__(self, model: torch.nn.Module, arguments: Any, named: Any) -> None:
-        found = self.marks.find(model, (arguments, named))
+    def before(self, model: torch.nn.Module, arguments: Any, named: Any) -> None:
+        """Report the batches with which the model is called."""
+        found = self._find(model, (arguments, named))
         if found is not None:
-            self.marks.begin(found)
+            self.begin(found)
 
-
-class _After(_Hook):
-    def __call__(self, model: torch.nn.Module, arguments: Any, named: Any, outputs: Any) -> None:
-        found = self.marks.find(model, (arguments, named))
+    def after(self, model: torch.nn.Module, arguments: Any, named: Any, outputs: Any) -> None:
+        """Mark what the model returns."""
+        found = self._find(model, (arguments, named))
         if found is None:
             return
         for tensor in tensors_in(outputs):
             if tensor.grad_fn is not None:
                 _facts(tensor.grad_fn)[_MARK] = found
 
+    def _find(self, model: torch.nn.Module, values: Any) -> Found | None:
+        """Return the batches that a model is called with; None where no loss comes of it."""
+        is_trained = model.training and torch.is_grad_enabled()
+        if not is_trained or threading.get_ident() != self.batches.thread:
+            return None
+        return self.batches.of_call(values, self.follows())
 
-def _ignored(*arguments: Any) -> None:
-    """Do nothing, in place of a hook."""
 
+class _NoMarks:
+    """The stand-in for `BatchMarks` in a serialized model."""
 
-def _no_hook() -> Callable[..., None]:
-    return _ignored
+    def before(self, *arguments: Any) -> None:
+        """Do nothing."""
+
+    after = before
 
 
 def _joined(found: Iterable[Found]) -> Found:
     """Return the batches of several as one; where tensors of some are seen, what is guessed does not count."""
-    parts = [each for each in found if each.batches]
-    seen = [each for each in parts if each.is_seen]
+    parts = [item for item in found if item.batches]
+    seen = [item for item in parts if item.is_seen]
     if seen:
-        parts = [each for each in parts if each.is_seen or len(each.batches) > 1]
-    batches: list[Taken] = []
-    for each in parts:
-        batches += [taken for taken in each.batches if taken not in batches]
-    is_one = all(each.is_one and len(each.batches) == len(batches) for each in parts)
-    return Found(tuple(batches), bool(seen), all(each.is_told for each in parts), is_one)
+        parts = [item for item in parts if item.is_seen or len(item.batches) > 1]
+    batches: list[TakenBatch] = []
+    for item in parts:
+        batches += [batch for batch in item.batches if batch not in batches]
+    is_one = all(item.is_one and len(item.batches) == len(batches) for item in parts)
+    return Found(tuple(batches), bool(seen), all(item.is_told for item in parts), is_one)
 
 
-def _marks(tensors: Iterable[torch.Tensor], at: Callable[[torch.Tensor], tuple[Taken, ...]]) -> list[Found]:
+def _marks(tensors: Iterable[torch.Tensor], at: Callable[[torch.Tensor], tuple[TakenBatch, ...]]) -> list[Found]:
     """Return the marks in the graphs of these tensors, and the batches whose tensors were saved on the way to them."""
     nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen_nodes = set(nodes)
@@ -330,7 +323,7 @@ def _marks(tensors: Iterable[torch.Tensor], at: Callable[[torch.Tensor], tuple[T
         if mark is not None:
             found.append(mark)
             continue
-        batches = tuple(taken for tensor in _saved(node) for taken in at(tensor))
+        batches = tuple(batch for tensor in _saved(node) for batch in at(tensor))
         if batches:
             found.append(Found(batches))
         for after, _ in node.next_functions:
@@ -341,7 +334,7 @@ def _marks(tensors: Iterable[torch.Tensor], at: Callable[[torch.Tensor], tuple[T
 
 
 def _facts(node: Any) -> dict[str, Any]:
-    """Return what may be noted of a node of the graph, as long as it is there."""
+    """Return the metadata of a node of the graph, which live as long as the node."""
     return node.metadata  # type: ignore[no-any-return]
 
 

@@ -33,8 +33,8 @@ class TimesFile:
     """The times of one rank's steps.
 
     Args:
-        run_dir: where; None: nothing is written.
-        rank: this process's.
+        run_dir: the run directory; None: nothing is written.
+        rank: the rank of this process.
     """
 
     def __init__(self, run_dir: Path | None, rank: int) -> None:
@@ -64,10 +64,10 @@ class TimesFile:
 
     def end_step(self, step: int) -> dict[str, float]:
         """Return the seconds that have passed since the last step's end by kind, and write them down as this step's."""
-        taken = TIMES.take()
+        times = TIMES.take()
         if self.file is not None:
             spans = TIMES.spans
-            line: dict[str, Any] = {"step": step, "begin_ns": self.begin_ns, "ns": taken}
+            line: dict[str, Any] = {"step": step, "begin_ns": self.begin_ns, "ns": times}
             if spans:
                 line["spans"] = spans
             self._put(line)
@@ -75,7 +75,7 @@ class TimesFile:
             keeps = self.steps < _FIRST_STEPS or (step + 1) % _EVERY == 0
             TIMES.spans = [] if keeps and self.bytes < _MOST_BYTES else None
         self.begin_ns = TIMES.since_ns
-        return {kind: round(ns / 1e9, 6) for kind, ns in taken.items()}
+        return {kind: round(ns / 1e9, 6) for kind, ns in times.items()}
 
     def close(self) -> None:
         """Write what is left: also what came after the last step, which has the number null."""
@@ -113,7 +113,7 @@ class TimesFile:
 
 
 def _clocks() -> dict[str, int]:
-    """Return what both clocks show at one moment."""
+    """Return the times of both clocks at one moment."""
     return {"monotonic_ns": time.perf_counter_ns(), "wall_ns": time.time_ns()}
 
 

@@ -15,36 +15,36 @@ from paceline.nouns.shard_spec import LocalShard, ShardSpec
 from paceline.train import snapshot
 
 if TYPE_CHECKING:
-    from paceline.train.job import Job
+    from paceline.train.base_job import BaseJob
 
 
-def put_together(whole: torch.Tensor, part: LocalTensor | None, comm: AxisComm) -> None:
-    """Write to `whole` the tensor that all ranks together have. Collective.
+def put_together(full: torch.Tensor, part: LocalTensor | None, comm: AxisComm) -> None:
+    """Write to `full` the tensor that all ranks together have. Collective.
 
     Args:
-        whole: of the tensor's shape and dtype, on the device of the collectives.
-        part: this rank's, or None.
-        comm: all ranks.
+        full: the tensor that is filled, of its final shape and dtype, on the device of the collectives.
+        part: the part of this rank, or None.
+        comm: the communicator of all ranks.
     """
-    for bits in bits_of(whole):
+    for bits in bits_of(full):
         bits.zero_()
     # Of the holders of a part the first sends it: zeros of all others leave its bits as they are.
-    if part is not None and part.held.holders[0] == comm.peers[comm.rank]:
-        copy_common(whole, ShardSpec(tuple(whole.shape)), part.tensor, part.held.shard_spec)
-    for bits in bits_of(whole):
+    if part is not None and part.shard.holders[0] == comm.peers[comm.rank]:
+        copy_common(full, ShardSpec(tuple(full.shape)), part.tensor, part.shard.shard_spec)
+    for bits in bits_of(full):
         wide = bits.to(torch.int64, copy=True).contiguous()  # not every transport adds up narrow numbers
         comm.all_reduce(wide)
         bits.copy_(wide)
 
 
-def refuse_parts(model: torch.nn.Module, held: Mapping[str, LocalShard]) -> None:
+def refuse_parts(model: torch.nn.Module, shards: Mapping[str, LocalShard]) -> None:
     """Have `state_dict()` of a workload's model refused where this rank has parts: they would pass for the whole.
 
     Args:
-        model: as the strategies left it. Checkpoints, which know what is cut, ask with `keep_vars`.
-        held: which part of a state tensor is here.
+        model: the model as the strategies left it. Checkpoints, which know what is cut, ask with `keep_vars`.
+        shards: the part of each state tensor on this rank.
     """
-    parts = [held[name] for name, _ in model.named_parameters() if name in held]
+    parts = [shards[name] for name, _ in model.named_parameters() if name in shards]
     is_cut = any(part.shard_spec.cuts for part in parts)
     if not is_cut and not any(parameter.is_meta for parameter in model.parameters()):
         return
@@ -62,38 +62,38 @@ def refuse_parts(model: torch.nn.Module, held: Mapping[str, LocalShard]) -> None
         module.register_state_dict_pre_hook(refuse)
 
 
-def whole_state(job: Job, prefix: str, wants: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+def whole_state(job: BaseJob, prefix: str, wants: Callable[[str], bool]) -> dict[str, torch.Tensor]:
     """Return parameters and persistent buffers whole, on the CPU of rank 0; the other ranks get nothing. Collective.
 
     Args:
-        job: under any plan of a loop.
-        prefix: of one model's names in the job's.
-        wants: whether a tensor is wanted, by its name in that model.
+        job: the job of a loop, under any plan.
+        prefix: the prefix of one model's names in the job.
+        wants: a function that returns True if a tensor is wanted, by its name in that model.
 
     Returns:
-        By the name in that model. Names of one tied tensor have the same tensor.
+        The tensors by their names in that model. Names of one tied tensor have the same tensor.
     """
-    parts = snapshot.model_parts(job.model, job.parallel.held(), job.size)
+    parts = snapshot.model_parts(job.model, job.parallel.local_shards(), job.size)
     names = snapshot.names_of_state(job.model)
     found: dict[str, torch.Tensor] = {}
     result: dict[str, torch.Tensor] = {}
     for name, first in names.items():
-        own = name.removeprefix(MODEL)
-        if not own.startswith(prefix) or not wants(own.removeprefix(prefix)):
+        name_in_job = name.removeprefix(MODEL)
+        if not name_in_job.startswith(prefix) or not wants(name_in_job.removeprefix(prefix)):
             continue
         if first not in found:
-            found[first] = _whole(parts[first], job.world, job.rank)
+            found[first] = _on_first_rank(parts[first], job.world, job.rank)
         if job.rank == 0:
-            result[own.removeprefix(prefix)] = found[first]
+            result[name_in_job.removeprefix(prefix)] = found[first]
     return result
 
 
-def _whole(part: LocalTensor, comm: AxisComm, rank: int) -> torch.Tensor:
+def _on_first_rank(part: LocalTensor, comm: AxisComm, rank: int) -> torch.Tensor:
     """Return the tensor on rank 0, and an empty one elsewhere."""
-    spec = part.held.shard_spec
+    spec = part.shard.shard_spec
     if spec.cuts:  # every rank has a part of it, and knows so
-        whole = torch.empty(spec.shape, dtype=part.tensor.dtype, device=part.tensor.device)
-        put_together(whole, part, comm)
+        full = torch.empty(spec.shape, dtype=part.tensor.dtype, device=part.tensor.device)
+        put_together(full, part, comm)
     else:
-        whole = part.tensor
-    return whole.detach().cpu().clone() if rank == 0 else torch.empty(0)
+        full = part.tensor
+    return full.detach().cpu().clone() if rank == 0 else torch.empty(0)

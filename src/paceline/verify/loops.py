@@ -7,135 +7,111 @@ states and parameters must agree. What is compared is the loop itself, so there 
 
 from __future__ import annotations
 
-import os
-import tempfile
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from paceline.launch.template import Start
 from paceline.nouns.errors import WorkloadError
-from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
-from paceline.verify.judge.check_dropout import check_draws_of_loop
+from paceline.verify.judge.check_dropout import check_draws
 from paceline.verify.judge.checks import check_step
 from paceline.verify.judge.compare import (
+    SCALARS,
     Difference,
     RankResult,
     Reference,
     differences,
+    distances,
     largest_finite,
     module_of,
     read_ranks,
+    relative,
     tolerance_of,
     with_changes,
 )
 from paceline.verify.judge.verdict import FirstDifference, Verdict
-from paceline.verify.processes import LOOP_RANK, WorldResult, one_import, run_world, write_settings
-from paceline.verify.prove import USUAL, VerifyRequest, Waits, check_plan, check_was_not_killed
+from paceline.verify.processes import WorldResult
+from paceline.verify.prove import USUAL, Proof, Run, VerifyRequest
 
 # Where rounding can't be measured. Float64 rounds by 2e-16; a step's sums and Adam's division by small roots carry that
 # some digits up. A wrong weight of a batch changes the first digits.
 BOUND = 1e-8
+ONE_PROCESS = Plan(mesh="replicate=1")
 _CHAOTIC = 1e-6  # what one rounding may change of a loss: a bug could not be told from more
-_RUNS = ("ranks", "alone", "noisy", "draws")  # of the file, in this order
-_SCALARS = ("losses", "weights", "norms")
 _CAUSES = (
     "the loss is no mean over the samples that are its weight, or the loop draws by itself, as torch.randn does, which "
     "differs between ranks: draw in the data set's []"
 )
 
 
-def prove_loop(
-    request: VerifyRequest,
-    say: Callable[[str], None] = lambda text: None,
-    waits: Waits = lambda done, total: None,
-) -> Verdict:
-    """Verify a loop.
+class LoopProof(Proof):
+    """A verification of a loop: all its processes are ranks that run the file."""
 
-    Args:
-        request: the plan, the file and the checks.
-        say: told what is begun.
-        waits: told meanwhile how many runs of the file are done, and of how many.
+    explains_failures = False  # a rank that fails leaves the order of collectives by that
+    all_runs = ("ranks", "alone", "noisy", "draws")  # of the file, in this order
+    precision = "float64"
 
-    Raises:
-        WorkloadError, PlanError: it can't be verified, or not trained so.
-    """
-    began_s = time.monotonic()
-    check_plan(request.plan)
-    if set(request.what) - set(USUAL):
-        raise WorkloadError(
-            f"verify was asked for {', '.join(request.what)}",
-            "the file trains by paceline.prepare, of which the steps alone are compared",
-            "leave --what out; a run that is killed and resumed shows the rest: paceline run --resume",
-        )
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # children inherit it: CPU arithmetic is compared
-    verdict = Verdict(request.plan.line())
-    verdict.precision = "float64"
-    with tempfile.TemporaryDirectory(prefix="paceline-verify-") as temporary, one_import(request.preload) as start:
-        folder = (request.keep or Path(temporary)).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
-        ranks = request.plan.world_size
-        say(f"{request.plan.line()}: {request.steps} steps on {ranks} ranks, and in one process")
-        world = _run(start, request, folder, "ranks", request.plan, waits)
-        alone = _run(start, request, folder, "alone", Plan(mesh="replicate=1"), waits)
-        if not alone.is_done:
-            if (own := alone.own_failure()) is not None:
-                raise own
+    @classmethod
+    def check(cls, request: VerifyRequest) -> None:
+        """Raise WorkloadError for checks that need a declared workload."""
+        if set(request.what) - set(USUAL):
             raise WorkloadError(
-                "the file should train in one process", alone.first_failure(), "see that it does: python FILE"
+                f"verify was asked for {', '.join(request.what)}",
+                "the file trains by paceline.prepare, of which the steps alone are compared",
+                "leave --what out; a run that is killed and resumed shows the rest: paceline run --resume",
             )
-        if not world.is_done:
-            verdict.add("run", False, f"one process takes the steps, the ranks fail: {world.first_failure()}")
-        else:
-            noisy = _world(
-                start, request, folder, "noisy", Plan(mesh="replicate=1"), waits
-            )  # may fail: what is measured is missing
-            compare(verdict, folder, ranks, noisy.is_done)
-            if verdict.is_step_right and read_ranks(folder, "alone", 1)[0].facts["has_draws"]:
-                drawing = _run(start, request, folder, "draws", request.plan, waits)
-                check_draws(verdict, folder, ranks, "" if drawing.is_done else drawing.first_failure())
-    verdict.seconds = time.monotonic() - began_s
-    return verdict
+
+    def runs(self) -> list[Run]:
+        """Return the run of the file."""
+        return [self._run("ranks")]
+
+    def _run(self, name: str) -> Run:
+        # In one process too: its batches are as large.
+        return {"name": name, "is_loop": True, "data_parts": self.mesh.data_size, **options_of(name)}
+
+    def _take_once(self, name: str, plan: Plan) -> WorldResult:
+        return self.take(name, plan, [self._run(name)])
+
+    @contextmanager
+    def reference(self) -> Iterator[Callable[[WorldResult], None]]:
+        """Run the file in one process after the ranks: it takes all cores."""
+        yield self._run_alone
+
+    def _run_alone(self, world: WorldResult) -> None:
+        world.check()  # then one process need not run it
+        alone = self._take_once("alone", ONE_PROCESS)
+        alone.check()
+        if alone.is_done:
+            return
+        if (failure := alone.own_failure()) is not None:
+            raise failure
+        raise WorkloadError(
+            "the file should train in one process", alone.first_failure(), "see that it does: python FILE"
+        )
+
+    def compare(self) -> None:
+        """Measure rounding, compare the steps, and look at what the ranks draw by themselves."""
+        ranks = self.plan.world_size
+        noisy = self._take_once("noisy", ONE_PROCESS)  # it may fail: then what is measured is missing
+        compare(self.verdict, self.folder, ranks, noisy.is_done)
+        if self.verdict.is_step_right and self.results("alone", 1)[0].facts["has_draws"]:
+            drawing = self._take_once("draws", self.plan)
+            drawing.check()
+            if not drawing.is_done:
+                failure = drawing.first_failure()
+                self.verdict.add("dropout", False, f"with the model's own dropout the ranks fail: {failure}")
+                return
+            check_draws(self.verdict, self.results("draws"), is_loop=True)
 
 
-def _run(start: Start, request: VerifyRequest, folder: Path, name: str, plan: Plan, waits: Waits) -> WorldResult:
-    """Run the file, and raise its refusal if that is how it ends."""
-    world = _world(start, request, folder, name, plan, waits)
-    refusal = world.refusal()
-    if refusal is not None and not world.hang.has_hung:
-        raise refusal
-    check_was_not_killed(world)
-    return world
+def options_of(name: str) -> dict[str, bool]:
+    """Return the options in which a run, by its name, differs from that of the plan's ranks."""
+    return {"is_noisy": name == "noisy", "draws": name == "draws"}
 
 
-def options_of(run: str) -> dict[str, Any]:
-    """Return in which way a run, by its name, is another than that of the plan's ranks."""
-    return {"is_noisy": run == "noisy", "draws": run == "draws"}
-
-
-def _world(start: Start, request: VerifyRequest, folder: Path, name: str, plan: Plan, waits: Waits) -> WorldResult:
-    settings = write_settings(
-        folder,
-        name,
-        **request.program(),
-        steps=request.steps,
-        run=name,
-        **options_of(name),
-        plan=asdict(plan),
-        data_parts=Mesh.parse(request.plan.mesh).data_size,  # in one process too: its batches are as large
-    )
-    done = _RUNS.index(name)
-    return run_world(
-        start, folder, settings, plan.world_size, request.preload, lambda: waits(done, len(_RUNS)), LOOP_RANK
-    )
-
-
-def _read(folder: Path, run: str, ranks: int) -> list[RankResult]:
+def _read(folder: Path, name: str, ranks: int) -> list[RankResult]:
     """Read what a run's ranks wrote, and what each step changed of the parameters."""
-    results = read_ranks(folder, run, ranks)
+    results = read_ranks(folder, name, ranks)
     for result in results:
         result.tensors = with_changes(result.tensors)
     return results
@@ -144,21 +120,17 @@ def _read(folder: Path, run: str, ranks: int) -> list[RankResult]:
 def _read_reference(verdict: Verdict, folder: Path, has_noise: bool) -> Reference:
     """Read the steps of one process, and how far one rounding in each module moves them."""
     (alone,) = _read(folder, "alone", 1)
-    facts = {**alone.facts, "scalar_noise": {}, "scalar_turned": dict.fromkeys(_SCALARS, 0.0)}
-    reference = Reference(alone.tensors, {}, facts, "float64")
     noisy = _read(folder, "noisy", 1)[0] if has_noise else alone
-    is_measured = has_noise and noisy.tensors.keys() == alone.tensors.keys()
-    for name in _SCALARS:
-        pairs = list(zip(alone.facts[name], noisy.facts[name], strict=False))
-        facts["scalar_noise"][name] = max((abs(a - b) / max(abs(a), 1e-300) for a, b in pairs), default=0.0)
-    if not is_measured or facts["scalar_noise"]["losses"] > _CHAOTIC:
-        assumed = BOUND / tolerance_of(reference).noise
-        verdict.notices.append(f"rounding could not be measured on this loop: differences up to {BOUND:.0e} pass")
-        facts["scalar_noise"] = dict.fromkeys(_SCALARS, assumed)
-        reference.noise = {key: assumed * largest_finite(values) for key, values in alone.tensors.items()}
+    noise = {name: relative(alone.facts[name], noisy.facts[name]) for name in SCALARS}
+    facts = {**alone.facts, "scalar_noise": noise, "scalar_turned": dict.fromkeys(SCALARS, 0.0)}
+    reference = Reference(alone.tensors, {}, facts, "float64")
+    if has_noise and noisy.tensors.keys() == alone.tensors.keys() and noise["losses"] <= _CHAOTIC:
+        reference.noise = distances(alone.tensors, noisy.tensors)
         return reference
-    for key, values in alone.tensors.items():
-        reference.noise[key] = largest_finite(values.astype("f8") - noisy.tensors[key].astype("f8"))
+    assumed = BOUND / tolerance_of(reference).noise
+    verdict.notices.append(f"rounding could not be measured on this loop: differences up to {BOUND:.0e} pass")
+    facts["scalar_noise"] = dict.fromkeys(SCALARS, assumed)
+    reference.noise = {key: assumed * largest_finite(values) for key, values in alone.tensors.items()}
     return reference
 
 
@@ -180,16 +152,8 @@ def compare(verdict: Verdict, folder: Path, ranks: int, has_noise: bool) -> None
         verdict.culprit = _culprit(verdict.checks[-1].details["scalars"], found)
 
 
-def check_draws(verdict: Verdict, folder: Path, ranks: int, failure: str = "") -> None:
-    """Enter whether the ranks' own dropout, in one more run, is right."""
-    if failure:
-        verdict.add("dropout", False, f"with the model's own dropout the ranks fail: {failure}")
-    else:
-        check_draws_of_loop(verdict, read_ranks(folder, "draws", ranks))
-
-
 # What can be said of the first tensor that differs, by its kind.
-_WHERE = {
+_MESSAGES = {
     "gradient": ("backward", "the gradient of {} that the update sees in step {} is another"),
     "buffer": ("buffer", "the buffer {} is another after step {}"),
     "state": ("update", "the optimizer's {} is another after step {}, though its gradient is the same"),
@@ -199,7 +163,7 @@ _WHERE = {
 
 
 def _culprit(scalars: Sequence[str], found: Sequence[Difference]) -> FirstDifference:
-    """Say which comes first: a loss, a tensor or a learning rate."""
+    """Name the first difference: of a loss, a tensor or a learning rate."""
     first = found[0] if found else None
     if first is not None and not first.step:
         message = f"{first.name} is another before the first step"
@@ -210,6 +174,6 @@ def _culprit(scalars: Sequence[str], found: Sequence[Difference]) -> FirstDiffer
         return FirstDifference("", "", "loss", f"the loss of step {step} is another; {_CAUSES}")
     if first is None:
         return FirstDifference("", "", "update", scalars[0])
-    phase, message = _WHERE[first.kind]
-    how = f": {first.found}" if first.found else ""
-    return FirstDifference(module_of(first.name), "", phase, message.format(first.name, first.step) + how)
+    phase, message = _MESSAGES[first.kind]
+    detail = f": {first.found}" if first.found else ""
+    return FirstDifference(module_of(first.name), "", phase, message.format(first.name, first.step) + detail)

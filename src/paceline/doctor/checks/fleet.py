@@ -1,6 +1,6 @@
-"""Compares the hosts of a fleet with each other: takes their answers and yields findings.
+"""Compare the hosts of a fleet with each other: take their answers and yield findings.
 
-A check yields what is wrong, or one "ok" so that the report says what was looked at.
+A check yields the problems, or one "ok" so that the report names what was checked.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from functools import partial
 from operator import attrgetter
 
 from paceline.doctor.ask import FleetFacts
-from paceline.doctor.checks.host import usable_cores
-from paceline.doctor.checks.network import chosen_interface, find_interface, is_loopback
+from paceline.doctor.checks.host_checks import usable_cores
+from paceline.doctor.checks.network_checks import chosen_interface, find_interface, is_loopback
 from paceline.doctor.checks.torch_stack import release
 from paceline.doctor.facts import HostFacts, Name
 from paceline.doctor.finding import FLEET, Finding, Level, count, size
 
-_OFFSET_S = 0.5  # clocks that differ by less are right; what the measurement leaves open is added to it
+_OFFSET_S = 0.5  # the largest difference of clocks that is right; the error of the measurement is added to it
 _NEAR = 0.8  # hosts are alike where the least has this share of the most
 # Beginnings of variables that must not differ between ranks.
 _SETTINGS = ("NCCL_", "GLOO_", "OMP_NUM_THREADS", "MASTER_", "CUDA_VISIBLE_DEVICES")
@@ -26,9 +26,9 @@ def check_fleet(fleet: FleetFacts, slots: Mapping[str, int], has_runs: bool = Fa
     """Return all findings between hosts.
 
     Args:
-        fleet: the hosts' answers.
+        fleet: the answers of the hosts.
         slots: the number of ranks of each host.
-        has_runs: whether the user named a run directory for all of them.
+        has_runs: True where the user named a run directory for all of them.
     """
     findings = list(_silent(fleet))
     if len(fleet.hosts) > 1:
@@ -205,8 +205,8 @@ def _names(fleet: FleetFacts) -> Iterator[Finding]:
 
 
 def _faults_of_name(fleet: FleetFacts, name: str) -> Iterator[Finding]:
-    """Yield what is wrong with how the hosts resolve the name of one of them."""
-    answers: dict[str, Name] = {}  # by the host that asked
+    """Yield the problems with the addresses to which the hosts resolve the name of one of them."""
+    answers: dict[str, Name] = {}  # the answers by the host that asked
     for host, host_facts in fleet.hosts.items():
         if name in host_facts.network.names:
             answers[host] = host_facts.network.names[name]
@@ -220,14 +220,14 @@ def _faults_of_name(fleet: FleetFacts, name: str) -> Iterator[Finding]:
         yield Finding("error", FLEET, "names", problem, fix)
 
     # A host may resolve its own name to loopback (Debian writes 127.0.1.1); the others may not.
-    others = {host: answer for host, answer in answers.items() if host != name}
-    for host, answer in others.items():
+    peer_answers = {host: answer for host, answer in answers.items() if host != name}
+    for host, answer in peer_answers.items():
         is_local = bool(answer.addresses) and all(map(is_loopback, answer.addresses))
         if is_local and not is_loopback(name):
             problem = f"{name} is {answer.addresses[0]} on {host}: it would speak to itself"
             yield Finding("error", host, "names", problem, f"mend /etc/hosts of {host}")
 
-    groups = _groups_of_addresses(others)
+    groups = _groups_of_addresses(peer_answers)
     if len(groups) > 1:
         problem = f"{name} resolves differently: {_describe(groups)}; some hosts would speak to another machine"
         yield Finding("error", FLEET, "names", problem, "use one name server or one /etc/hosts for all hosts")
@@ -298,14 +298,14 @@ def _settings(fleet: FleetFacts) -> Iterator[Finding]:
 
 def _reached(fleet: FleetFacts) -> Iterator[Finding]:
     failures = 0
-    for host, others in fleet.reached.items():
-        for other, reason in others.items():
+    for host, outcomes in fleet.reached.items():
+        for peer, reason in outcomes.items():
             if not reason:  # "" is reached
                 continue
             failures += 1
-            problem = f"{host} can't reach {other} at {fleet.ports.get(other, '?')}: {reason}"
+            problem = f"{host} can't reach {peer} at {fleet.ports.get(peer, '?')}: {reason}"
             fix = (
-                f"let {other}'s firewall pass all TCP ports from {host} (Gloo and NCCL take any), or set "
+                f"let {peer}'s firewall pass all TCP ports from {host} (Gloo and NCCL take any), or set "
                 "GLOO_SOCKET_IFNAME to the interface of their common network"
             )
             yield Finding("error", host, "reach", problem, fix)

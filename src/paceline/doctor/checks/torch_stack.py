@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from paceline.doctor.facts import Accelerators, HostFacts
 from paceline.doctor.finding import GIB, Row, count, size
 
-# The oldest versions, as pyproject.toml has them.
+# As pyproject.toml has them.
 _PYTHON = (3, 11)
 _TORCH = (2, 11)
+_NEWEST_TORCH = (2, 13)  # the newest version that was tried
+_TORCH_RANGE = "torch>=2.11,<2.14"
 _SLOW_IMPORT_S = 20.0
-_IN_USE = 2 * GIB  # of an accelerator's memory, before training
+_IN_USE = 2 * GIB  # bytes of an accelerator's memory in use before training
 
 
 def release(text: str) -> tuple[int, ...]:
@@ -39,11 +41,14 @@ def _torch(host: HostFacts, is_fleet: bool) -> Iterator[Row]:
     versions = host.versions
     if versions.torch_error or not versions.torch:
         problem = f"it can't be imported: {versions.torch_error or 'it gave no reason'}"
-        yield "error", "torch", problem, "pip install 'torch>=2.11' in the Python that trains"
+        yield "error", "torch", problem, f"pip install '{_TORCH_RANGE}' in the Python that trains"
         return
     if release(versions.torch) < _TORCH:
         problem = f"{versions.torch}, but Paceline needs 2.11 or newer"
-        yield "error", "torch", problem, "pip install --upgrade 'torch>=2.11'"
+        yield "error", "torch", problem, f"pip install --upgrade '{_TORCH_RANGE}'"
+    elif release(versions.torch) > _NEWEST_TORCH:
+        problem = f"{versions.torch}, but Paceline was tried with 2.11 to 2.13 only"
+        yield "warning", "torch", problem, f"pip install '{_TORCH_RANGE}'"
     elif not versions.has_distributed:
         problem = f"{versions.torch} was built without torch.distributed: ranks can't meet"
         yield "error", "torch", problem, "install a build of pytorch.org"
@@ -208,7 +213,7 @@ def _links(host: HostFacts, is_fleet: bool) -> Iterator[Row]:
         yield "ok", "links", text, ""
 
 
-# By variable: what it does when it is set, and what a host must have for that to matter.
+# The effect of each variable when it is set, and the hardware on which it matters.
 _SLOWING_SETTINGS = {
     "NCCL_P2P_DISABLE": ("accelerators of a host then speak through main memory instead of NVLink", "devices"),
     "NCCL_SHM_DISABLE": ("accelerators of a host without a link then speak through the network", "devices"),

@@ -21,7 +21,7 @@ _TOOL_LIMIT_S = 15
 _TORCH_LIMIT_S = 120  # from a slow network disk, importing torch takes a minute and more
 _MIB = 2**20
 _MOST_MIB = 2**40
-# The form of what `torch_facts.py` prints.
+# The form of the line that `torch_facts.py` prints.
 _ANSWER = {
     "torch?": str,
     "error?": str,
@@ -102,9 +102,9 @@ def read_links(text: str) -> dict[str, str]:
         elif cells[0] in columns:
             row = columns.index(cells[0])
             # The cells after the devices' are those of network cards, and of the processor's cores.
-            for column, (other, link) in enumerate(zip(columns, cells[1:], strict=False)):
+            for column, (device, link) in enumerate(zip(columns, cells[1:], strict=False)):
                 if column > row and _LINK.fullmatch(link):  # the table is symmetric
-                    links[f"{cells[0]}-{other}"] = link
+                    links[f"{cells[0]}-{device}"] = link
     return links
 
 
@@ -114,34 +114,34 @@ def _mib(text: str) -> int:
 
 
 def _run(*arguments: str) -> tuple[str, str]:
-    """Return what nvidia-smi prints, and why it failed; both are empty where there is no such tool."""
+    """Return the output of nvidia-smi, and the reason why it failed; both are empty where there is no such tool."""
     program = shutil.which(_TOOL)
     if program is None:
         return "", ""
     try:
         command = [program, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_TOOL_LIMIT_S)
+        completed = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_TOOL_LIMIT_S)
     except subprocess.TimeoutExpired:
         return "", f"{_TOOL} did not answer within {_TOOL_LIMIT_S} s"
     except OSError as error:
         return "", f"{_TOOL} can't be started: {error.strerror}"
-    if done.returncode:
-        lines = (done.stdout + done.stderr).strip().splitlines()  # it writes errors to stdout, too
-        reason = lines[0] if lines else f"{_TOOL} ended with {done.returncode}"
+    if completed.returncode:
+        lines = (completed.stdout + completed.stderr).strip().splitlines()  # it writes errors to stdout, too
+        reason = lines[0] if lines else f"{_TOOL} ended with {completed.returncode}"
         return "", reason
-    return done.stdout, ""
+    return completed.stdout, ""
 
 
 def _ask_torch() -> dict[str, Any]:
-    """Return what torch says of itself, in the form `_ANSWER`; `error` alone where its process failed."""
+    """Return the facts about torch, in the form `_ANSWER`; only `error` where its process failed."""
     command = [sys.executable, "-m", module_names.TORCH_FACTS]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_TORCH_LIMIT_S)
+        completed = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_TORCH_LIMIT_S)
     except subprocess.TimeoutExpired:
         return {"error": f"importing it did not end within {_TORCH_LIMIT_S} s"}
-    lines = done.stdout.strip().splitlines()
+    lines = completed.stdout.strip().splitlines()
     try:
         return dict(parse_json(lines[-1], "the answer", _ANSWER))  # importing torch may print lines before it
     except (IndexError, ReadError):  # IndexError: nothing was printed, as after a crash of a library
-        reason = last_error_of(done.stderr, f"it ended with {done.returncode}")
+        reason = last_error_of(completed.stderr, f"it ended with {completed.returncode}")
         return {"error": f"its process failed: {reason}"}

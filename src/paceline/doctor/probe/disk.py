@@ -1,4 +1,4 @@
-"""Look at the folders that a job writes to, and for what earlier jobs left on this host."""
+"""Look at the folders that a job writes to, and for files that earlier jobs left on this host."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _CHUNK_BYTES = 4 * 2**20
 _TEST_S = 4.0  # a slow disk is known by then
 _ROOM = 4  # the speed is measured only where the file fits this many times
 _READ_ONLY = 1  # ST_RDONLY
-_OURS = re.compile(r"paceline-(verify-|profile-)?[a-z0-9_]{8}")  # as tempfile completes a name
+_TEMPORARY_NAME = re.compile(r"paceline-(verify-|profile-)?[a-z0-9_]{8}")  # as tempfile completes a name
 _CLOCK_TICKS = 100  # of /proc/PID/stat, per second, on every Linux that Python runs on (sysconf says so below)
 
 
 def look_at_folder(asked: str, is_timed: bool, marker: str = "") -> Folder:
-    """Look whether a folder can be written, how much room it has, and how fast it is.
+    """Look whether a folder can be written, and measure its free room and its speed.
 
     Args:
-        asked: the folder; the nearest one that exists is looked at.
-        is_timed: whether to measure how fast 64 MiB are written to the medium itself.
-        marker: the name of a file to leave there; "" is none.
+        asked: the path of the folder; the nearest one that exists is looked at.
+        is_timed: True to measure the speed at which 64 MiB are written to the medium itself.
+        marker: the name of a file to leave there; "": no file.
     """
     path = Path(asked).absolute()
     while not path.is_dir() and path != path.parent:
@@ -86,7 +86,7 @@ def marker_path(folder: str, marker: str) -> Path:
     """Return the path of a marker. Its name is checked: another host sent it, and the file is removed later.
 
     Raises:
-        ValueError: it is not one of the doctor's markers.
+        ValueError: it is no marker of the doctor.
     """
     if not re.fullmatch(r"[0-9a-f]{32}", marker):
         raise ValueError("a marker is 32 hexadecimal digits")
@@ -133,7 +133,7 @@ def _decode_octal(code: re.Match[str]) -> str:
 
 
 def look_for_leftovers(root: Path, temporary: Path) -> tuple[Leftover, ...]:
-    """Return what ended jobs left: private folders of `paceline run`, and shared memory of torch's data loaders.
+    """Return files that ended jobs left: private folders of `paceline run`, and shared memory of data loaders.
 
     A folder does not name its process. It is left over if it is older than every living Paceline process.
     """
@@ -156,9 +156,9 @@ def look_for_leftovers(root: Path, temporary: Path) -> tuple[Leftover, ...]:
 
 
 def _is_left_over(path: Path, oldest_ns: int | None) -> bool:
-    """True if a folder is this user's, was made by Paceline, and is older than `oldest_ns` (ns since 1970)."""
+    """Return True if a folder is this user's, was made by Paceline, and is older than `oldest_ns` (ns since 1970)."""
     status = path.stat()
-    if not _OURS.fullmatch(path.name) or not path.is_dir():
+    if not _TEMPORARY_NAME.fullmatch(path.name) or not path.is_dir():
         return False
     if status.st_uid != os.getuid():
         return False

@@ -1,6 +1,6 @@
-"""Print what torch says of itself and of its devices: a child process of the doctor, which does not import torch.
+"""Print the facts about torch and its devices: a child process of the doctor, which does not import torch.
 
-Prints one line of JSON. `python -m paceline.doctor.probe.torch_facts` also runs alone.
+The output is one line of JSON. `python -m paceline.doctor.probe.torch_facts` also runs by itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def torch_facts() -> dict[str, Any]:
-    """Return versions and devices; `error` alone where torch can't be imported."""
+    """Return versions and devices; only `error` where torch can't be imported."""
     began_s = time.monotonic()
     try:
         import torch
@@ -24,7 +24,7 @@ def torch_facts() -> dict[str, Any]:
         "seconds": time.monotonic() - began_s,
         "cuda_build": torch.version.cuda or "",
         "hip_build": torch.version.hip or "",
-        "has_distributed": hasattr(torch._C, "_c10d_init"),  # what torch.distributed.is_available() looks at
+        "has_distributed": torch.distributed.is_available(),  # noqa: TID251  (it asks about the build)
         "nccl": "",
         "devices": [],
         "unsupported": [],

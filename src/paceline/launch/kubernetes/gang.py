@@ -10,24 +10,28 @@ import pkgutil
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from paceline.launch.kubernetes import mpi_policy, schedulers
+from paceline.launch.kubernetes import schedulers
 from paceline.launch.kubernetes.gang_scheduler import GangScheduler
-from paceline.launch.kubernetes.objects import pod_sets
+from paceline.launch.kubernetes.objects import PodSet, field_of, pod_sets
+from paceline.launch.kubernetes.pod_group import size_problems, sum_problems
 from paceline.launch.kubernetes.pods import Manifest
+from paceline.nouns.errors import did_you_mean
 
 if TYPE_CHECKING:
-    from paceline.launch.kubernetes.job import KubernetesJob
+    from paceline.launch.kubernetes.kubernetes_job import KubernetesJob
 
 NO_GANG = "none"
+# The keys of an MPIJob's schedulingPolicy that the MPI operator hands on.
+_POLICY_KEYS = ("minAvailable", "queue", "minResources", "priorityClass", "scheduleTimeoutSeconds")
 
 
 def _find_schedulers() -> dict[str, GangScheduler]:
     """Import every file in `schedulers/`; return their objects `SCHEDULER` by name, the default first."""
-    found: dict[str, GangScheduler] = {}
+    by_name: dict[str, GangScheduler] = {}
     for module in pkgutil.iter_modules(schedulers.__path__, f"{schedulers.__name__}."):
         scheduler = importlib.import_module(module.name).SCHEDULER
-        found[scheduler.name] = scheduler
-    return {NO_GANG: found.pop(NO_GANG), **found}
+        by_name[scheduler.name] = scheduler
+    return {NO_GANG: by_name.pop(NO_GANG), **by_name}
 
 
 SCHEDULERS = _find_schedulers()
@@ -43,8 +47,25 @@ def attach(job: KubernetesJob, manifests: list[Manifest]) -> list[Manifest]:
 
 
 def problems(manifests: Sequence[Manifest]) -> Iterator[str]:
-    """Yield why a gang scheduler would not place these pods as a whole."""
+    """Yield the reasons that a gang scheduler would not place these pods as a whole."""
     sets = pod_sets(manifests)
     for scheduler in SCHEDULERS.values():
         yield from scheduler.problems(manifests, sets)
-    yield from mpi_policy.problems(manifests, sets)
+    yield from _policy_problems(manifests, sets)
+
+
+def _policy_problems(manifests: Sequence[Manifest], sets: Sequence[PodSet]) -> Iterator[str]:
+    """Yield the reasons that the MPI operator would not ask for the whole gang, from an MPIJob's schedulingPolicy."""
+    for manifest in manifests:
+        policy = field_of(manifest, "spec", "runPolicy", "schedulingPolicy")
+        if manifest.get("kind") != "MPIJob" or policy is None:
+            continue
+        called = "the MPIJob's schedulingPolicy"
+        for key in policy:
+            if key not in _POLICY_KEYS:
+                fix = did_you_mean(key, _POLICY_KEYS, "leave it out")
+                yield f"{called} has {key!r}, which is left out ({fix})"
+        yield from size_problems(called, "minAvailable", policy.get("minAvailable"), sets)
+        yield from sum_problems(called, policy.get("minResources"), sets)
+        if field_of(manifest, "spec", "launcherCreationPolicy") == "WaitForWorkersReady":
+            yield "the MPIJob waits for its workers before it makes the launcher, so the gang is never whole"

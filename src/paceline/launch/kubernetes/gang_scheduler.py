@@ -10,7 +10,7 @@ from paceline.launch.kubernetes.objects import PodSet
 from paceline.launch.kubernetes.pods import Manifest
 
 if TYPE_CHECKING:
-    from paceline.launch.kubernetes.job import KubernetesJob
+    from paceline.launch.kubernetes.kubernetes_job import KubernetesJob
 
 # Servers and workers of kind=job are several Jobs.
 EACH_JOB_ALONE = "it admits each Job by itself, so that one may hold nodes and wait for the other for ever"

@@ -10,38 +10,38 @@ from paceline.launch.kubernetes import pods
 from paceline.launch.kubernetes.pods import COORDINATOR, SERVER, WORKER, Manifest
 
 if TYPE_CHECKING:
-    from paceline.launch.kubernetes.job import KubernetesJob
+    from paceline.launch.kubernetes.kubernetes_job import KubernetesJob
 
 MEETS_NOT = 2  # exit code of a request that can't be met: starting it again changes nothing
 _JOBS = ("JobSet", "TrainJob", "Job", "MPIJob", "RayJob")
 TRAINER_STEP = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-TRAINER_JOB = "node"  # what the Trainer calls its replicated job, and the container in it
+TRAINER_JOB = "node"  # the Trainer's name for its replicated job, and for the container in it
 
 
 @dataclass(frozen=True, slots=True)
 class PodSet:
-    """Pods that are made of one template.
+    """The pods that are made of one template.
 
     Args:
-        where: its place in the manifests, for errors, such as `JobSet bert, worker`.
-        count: number of pods.
+        place: the position in the manifests, for errors, such as `JobSet bert, worker`.
+        count: the number of pods.
         template: the pod template, as it stands in the manifest.
-        owner: the manifest.
+        owner: the manifest that has the template.
     """
 
-    where: str
+    place: str
     count: int
     template: Manifest
     owner: Manifest
 
     @property
     def role(self) -> str:
-        """The role of the pods: worker unless their label says otherwise."""
+        """Return the role of the pods: worker unless their label says otherwise."""
         return str(field_of(self.template, "metadata", "labels", pods.ROLE_LABEL) or WORKER)
 
 
-def field_of(node: Any, *path: str) -> Any:
-    """Return what stands at a path in a manifest that a user may have edited; None where there is nothing."""
+def field_of(node: object, *path: str) -> Any:
+    """Return the value at a path in a manifest that a user may have edited; None where there is none."""
     for key in path:
         node = node.get(key) if isinstance(node, dict) else None
     return node
@@ -74,7 +74,7 @@ def _sets_of(manifest: Manifest, manifests: Sequence[Manifest]) -> Iterator[PodS
             count = _number(part.get("replicas")) * _number(inner.get("parallelism"))
             yield PodSet(f"{name}, {part.get('name')}", count, inner.get("template") or {}, manifest)
     elif kind == "TrainingRuntime":
-        trainers = [other for other in manifests if other.get("kind") == "TrainJob"]
+        trainers = [candidate for candidate in manifests if candidate.get("kind") == "TrainJob"]
         # The runtime's own manifest does not say how many nodes there are: its TrainJob does.
         nodes = field_of(trainers[0], "spec", "trainer", "numNodes") if trainers else None
         for part in field_of(spec, "template", "spec", "replicatedJobs") or []:
@@ -92,7 +92,7 @@ def _sets_of(manifest: Manifest, manifests: Sequence[Manifest]) -> Iterator[PodS
             )
 
 
-def _number(value: Any) -> int:
+def _number(value: object) -> int:
     return value if isinstance(value, int) else 1  # Kubernetes takes 1 where nothing is written
 
 
@@ -138,12 +138,12 @@ def _replicated(job: KubernetesJob, role: str, count: int, template: Manifest) -
 def _indexed(job: KubernetesJob, role: str, count: int, template: Manifest) -> Manifest:
     """Render the spec of an indexed Job, whose pods know their number."""
     # Workers of a JobSet start again all together; a server is replaced by itself, its replica goes on meanwhile.
-    alone = job.kind == "job" or role != WORKER
+    restarts_single_pods = job.kind == "job" or role != WORKER
     return {
         "completionMode": "Indexed",
         "parallelism": count,
         "completions": count,
-        "backoffLimit": job.max_restarts * count if alone else 0,
+        "backoffLimit": job.max_restarts * count if restarts_single_pods else 0,
         "podReplacementPolicy": "Failed",  # a new pod only when the old one has let go of its node
         "podFailurePolicy": {
             "rules": [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [MEETS_NOT]}}]
@@ -213,7 +213,7 @@ def _runtime(job: KubernetesJob, template: Manifest) -> Manifest:
 
 
 def _patch(template: Manifest) -> Manifest:
-    """Render what a TrainJob may change of a foreign runtime's pods."""
+    """Render the settings of a foreign runtime's pods that a TrainJob may change."""
     spec = template["spec"]
     allowed = [
         *("terminationGracePeriodSeconds", "securityContext", "affinity", "nodeSelector", "tolerations"),
@@ -268,7 +268,7 @@ def ray_job(job: KubernetesJob) -> list[Manifest]:
         cluster["workerGroupSpecs"] = [{**group, "rayStartParams": {}, "template": pods.pod(job, WORKER, [])}]
     spec = {
         "entrypoint": pods.ray_entrypoint(job),
-        "submissionMode": "HTTPMode",  # no other pod, for the submission alone
+        "submissionMode": "HTTPMode",  # no other pod only for the submission
         "backoffLimit": job.max_restarts,
         "shutdownAfterJobFinishes": True,  # Kueue wants it
         "rayClusterSpec": cluster,

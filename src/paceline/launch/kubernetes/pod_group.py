@@ -12,18 +12,18 @@ from paceline.launch.kubernetes.quantities import add_resources, pod_resources, 
 from paceline.nouns.errors import did_you_mean
 
 if TYPE_CHECKING:
-    from paceline.launch.kubernetes.job import KubernetesJob
+    from paceline.launch.kubernetes.kubernetes_job import KubernetesJob
 
 
 class PodGroupScheduler(GangScheduler):
     """A scheduler whose gangs are objects of their own.
 
     Attributes:
-        api: of the object, without the version.
-        version: of it.
-        reference: where a pod names its group.
-        count: where the group says how many pods it has.
-        keys: of the group's spec; others are dropped without a word.
+        api: the API group of the object, without the version.
+        version: the version of the API group.
+        reference: the path at which a pod names its group.
+        count: the path at which the group has its number of pods.
+        keys: the keys of the group's spec that the scheduler reads; it drops others silently.
         scheduler_name: the usual schedulerName; empty: the cluster's own.
     """
 
@@ -35,7 +35,7 @@ class PodGroupScheduler(GangScheduler):
     scheduler_name: str = ""
 
     def group_spec(self, job: KubernetesJob) -> Manifest:
-        """Return what the group's spec has beside the number of pods and the sum of their requests."""
+        """Return the fields of the group's spec beside the number of pods and the sum of their requests."""
         return {}
 
     def attach(self, job: KubernetesJob, manifests: list[Manifest]) -> list[Manifest]:
@@ -55,7 +55,7 @@ class PodGroupScheduler(GangScheduler):
         return [pod_group(job, self.api, self.version, {"minMember": count, "minResources": total, **more})]
 
     def problems(self, manifests: Sequence[Manifest], sets: Sequence[PodSet]) -> Iterator[str]:
-        """Yield why the scheduler would not place these pods as one gang."""
+        """Yield the reasons why the scheduler would not place these pods as one gang."""
         groups = {}
         for manifest in manifests:
             if manifest.get("kind") == "PodGroup" and _api(manifest) == self.api:
@@ -68,17 +68,17 @@ class PodGroupScheduler(GangScheduler):
             name = field_of(pod_set.template, *self.reference)
             if name not in groups:
                 key = self.reference[-1]
-                yield f"{pod_set.where}: its {key} is {name!r}, and there is no such PodGroup of {self.api}"
+                yield f"{pod_set.place}: its {key} is {name!r}, and there is no such PodGroup of {self.api}"
             if self.scheduler_name and not field_of(pod_set.template, "spec", "schedulerName"):
                 fix = f"write {self.scheduler_name}"
-                yield f"{pod_set.where}: it has no schedulerName, so {self.api} is not asked; {fix}"
+                yield f"{pod_set.place}: it has no schedulerName, so {self.api} is not asked; {fix}"
         for name, group in groups.items():
             members = [pod_set for pod_set in sets if field_of(pod_set.template, *self.reference) == name]
             yield from _group_problems(self, f"the PodGroup {name}", group, members)
 
 
 def mpi_operator_note(job: KubernetesJob) -> Iterator[str]:
-    """Yield what the MPI Operator needs to make the pod group of an MPIJob."""
+    """Yield the condition under which the MPI Operator makes the pod group of an MPIJob."""
     if job.kind == "mpijob":
         yield "the MPI Operator must run with --gang-scheduling, or it makes no pod group"
 
@@ -89,7 +89,7 @@ def pod_group(job: KubernetesJob, api: str, version: str, spec: Manifest) -> Man
 
 
 def total_resources(sets: Sequence[PodSet]) -> dict[str, Any]:
-    """Sum what all pods ask for, by resource."""
+    """Return the sum of all pods' requests, by resource."""
     totals: dict[str, Any] = {}
     for pod_set in sets:
         spec = field_of(pod_set.template, "spec") or {}
@@ -114,17 +114,17 @@ def _api(manifest: Manifest) -> str:
     return str(manifest.get("apiVersion", "")).partition("/")[0]
 
 
-def size_problems(called: str, key: str, stated: Any, members: Sequence[PodSet]) -> Iterator[str]:
-    """Yield what is wrong with a gang's number of pods."""
+def size_problems(called: str, key: str, stated: object, members: Sequence[PodSet]) -> Iterator[str]:
+    """Yield the problem with a gang's number of pods, if there is one."""
     count = sum(pod_set.count for pod_set in members)
     if isinstance(stated, bool) or stated != count:
         is_too_large = isinstance(stated, int) and stated > count
-        why = "the gang would never be whole" if is_too_large else "a part could start alone"
-        yield f"{called} has {key} {stated!r} and {count} pods: {why}"
+        effect = "the gang would never be whole" if is_too_large else "a part could start alone"
+        yield f"{called} has {key} {stated!r} and {count} pods: {effect}"
 
 
-def sum_problems(called: str, stated: Any, members: Sequence[PodSet]) -> Iterator[str]:
-    """Yield what is wrong with the resources that a gang states in sum."""
+def sum_problems(called: str, stated: object, members: Sequence[PodSet]) -> Iterator[str]:
+    """Yield the problems with the sum of resources that a gang states."""
     if not isinstance(stated, dict):
         stated = {}
     for key, text in stated.items():

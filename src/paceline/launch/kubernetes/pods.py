@@ -1,4 +1,4 @@
-"""Render a job's pods: what runs in them, what they may do, and which connections they may have."""
+"""Render a job's pods: their commands, their rights, and the connections that they may have."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from paceline.launch.command import stall_timeout_flag
+from paceline.launch.rank_command import stall_timeout_flag
 from paceline.nouns.errors import UsageError
 from paceline.nouns.plan import Plan
 
 if TYPE_CHECKING:
-    from paceline.launch.kubernetes.job import KubernetesJob
+    from paceline.launch.kubernetes.kubernetes_job import KubernetesJob
 
 WORKER = "worker"
 SERVER = "server"
@@ -23,12 +23,12 @@ CONTAINER = "paceline"
 RANKS_PORT = 29400
 COORDINATOR_PORT = 7070
 SERVER_PORT = 7071
-SSH_PORT = 2222  # of an sshd that is not root's
+SSH_PORT = 2222  # the port of an sshd that does not run as root
 SSH_FOLDER = "/home/mpiuser/.ssh"  # where images of the MPI Operator have it
-DASHBOARD_PORT = 8265  # of Ray
-JOB_UID_LABEL = "batch.kubernetes.io/controller-uid"  # of the Job that made a pod; since Kubernetes 1.27
-LOCAL_DNS = "169.254.20.10/32"  # of a cluster with a DNS cache on each node
-SAVE_MARGIN_S = 10  # of a pod's grace, for all that is not saving
+DASHBOARD_PORT = 8265  # the port of Ray's dashboard
+JOB_UID_LABEL = "batch.kubernetes.io/controller-uid"  # the label with the Job that made a pod; since Kubernetes 1.27
+LOCAL_DNS = "169.254.20.10/32"  # the address of a DNS cache on each node, where a cluster has one
+SAVE_MARGIN_S = 10  # the part of a pod's grace that is not for saving
 
 Manifest = dict[str, Any]
 
@@ -50,10 +50,10 @@ def pod(job: KubernetesJob, role: str, command: Sequence[str], environment: Sequ
     """Render a pod template that passes the namespace standard `restricted`.
 
     Args:
-        job: whose.
-        role: worker, server or coordinator.
-        command: empty leaves it to whoever completes the template.
-        environment: variables beside those that every pod has.
+        job: the job that the pod belongs to.
+        role: the word worker, server or coordinator.
+        command: the command of the container; empty: the caller adds it.
+        environment: the variables beside those that every pod has.
     """
     container: Manifest = {"name": CONTAINER, "image": job.image}
     if command:
@@ -64,7 +64,7 @@ def pod(job: KubernetesJob, role: str, command: Sequence[str], environment: Sequ
         variables.append({"name": name, "value": _literal(value)})
     container |= {
         "env": [*variables, *environment],
-        "resources": _both(job.resources if role == WORKER else job.server_resources),
+        "resources": _requests_and_limits(job.resources if role == WORKER else job.server_resources),
         "securityContext": container_security(),
         "volumeMounts": mounts(job, role),
     }
@@ -85,7 +85,10 @@ def pod(job: KubernetesJob, role: str, command: Sequence[str], environment: Sequ
 
 
 def worker_pod(job: KubernetesJob, head: str) -> Manifest:
-    """Render a node of the job: it starts its ranks, which meet at the pod `head`; empty: the controller says where."""
+    """Render a node of the job: it starts its ranks, whose rendezvous is at the pod `head`.
+
+    With an empty `head` the controller sets the rendezvous.
+    """
     environment: list[Manifest] = []
     if head:
         rendezvous = {
@@ -98,17 +101,17 @@ def worker_pod(job: KubernetesJob, head: str) -> Manifest:
     return pod(job, WORKER, run_command(job), environment)
 
 
-def check_pods_of_servers(plan: Plan, given: Mapping[str, str]) -> None:
+def check_pods_of_servers(plan: Plan, options: Mapping[str, str]) -> None:
     """Raise UsageError for options of servers' pods under a plan without servers.
 
     Args:
-        plan: with or without servers.
-        given: the options that are not the default, and how errors call them.
+        plan: a plan with or without servers.
+        options: the options that are not the default, with their names in errors.
     """
     for name in ("server_cpu", "server_memory"):
-        if name in given and not plan.server:
+        if name in options and not plan.server:
             fix = "add server=2 to the plan, or leave it out"
-            raise UsageError(f"{given[name]} does not apply", "the plan has no servers", fix)
+            raise UsageError(f"{options[name]} does not apply", "the plan has no servers", fix)
 
 
 def server_pods(job: KubernetesJob, coordinator: str) -> tuple[Manifest, Manifest]:
@@ -136,7 +139,7 @@ def server_pods(job: KubernetesJob, coordinator: str) -> tuple[Manifest, Manifes
 
 
 def with_coordinator(template: Manifest, coordinator: str) -> Manifest:
-    """Add to a worker's pod, and return it, what it needs to find its parameter servers."""
+    """Add to a worker's pod the variables by which it finds its parameter servers, and return the pod."""
     container = template["spec"]["containers"][0]
     variables = {"PACELINE_COORDINATOR": coordinator, "PACELINE_CREDENTIALS": f"/credentials/{WORKER}"}
     container["env"] += [{"name": name, "value": value} for name, value in variables.items()]
@@ -144,7 +147,7 @@ def with_coordinator(template: Manifest, coordinator: str) -> Manifest:
 
 
 def run_command(job: KubernetesJob) -> list[str]:
-    """Return the command of each node: the same word for word on all, and again after a restart."""
+    """Return the command of each node: the same on all, and again after a restart."""
     # Kubernetes sends SIGKILL when the pod's grace has passed: the save must be over before.
     grace = ["--grace", str(job.grace_s - SAVE_MARGIN_S)]
     return [*_run(job), *grace, "-j", f"{job.nodes}x{job.ranks_per_node}", *job.command]
@@ -166,7 +169,7 @@ def mpi_command(job: KubernetesJob) -> list[str]:
 def ray_entrypoint(job: KubernetesJob) -> str:
     """Return the command of a Ray cluster's head, as a line for a shell."""
     size = ["-j", f"{job.nodes}x{job.ranks_per_node}"]
-    # RAY_ADDRESS: of the cluster that this head is in, and not of one for this job alone.
+    # RAY_ADDRESS: of the cluster that this head is in, and not of one only for this job.
     return shlex.join(["env", "RAY_ADDRESS=auto", *_run(job), "--on", "ray", *size, *job.command])
 
 
@@ -184,7 +187,7 @@ def _literal(word: str) -> str:
     return word.replace("$(", "$$(")
 
 
-def _both(resources: dict[str, str]) -> Manifest:
+def _requests_and_limits(resources: dict[str, str]) -> Manifest:
     # Equal requests and limits: the class Guaranteed, whose pods are evicted last.
     return {"requests": dict(resources), "limits": dict(resources)}
 
@@ -227,7 +230,7 @@ def anti_affinity(job: KubernetesJob, role: str) -> Manifest:
 
 
 def placement(job: KubernetesJob) -> Manifest:
-    """Render on which nodes the pods may be placed, and as which account they run."""
+    """Render the choice of nodes for the pods, and the account as which they run."""
     spec: Manifest = {}
     if job.node_selector:
         spec["nodeSelector"] = dict(job.node_selector)
@@ -241,7 +244,7 @@ def placement(job: KubernetesJob) -> Manifest:
 
 
 def mounts(job: KubernetesJob, role: str) -> list[Manifest]:
-    """Render where a container can write, and what it may read."""
+    """Render the folders that a container can write or read."""
     container_mounts: list[Manifest] = []
     if role == WORKER:
         container_mounts += [{"name": "shm", "mountPath": "/dev/shm"}]

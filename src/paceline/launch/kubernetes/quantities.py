@@ -16,7 +16,7 @@ _QUANTITY = re.compile(
 )
 
 
-def read_quantity(text: Any) -> Fraction | None:
+def read_quantity(text: object) -> Fraction | None:
     """Return the exact value of a quantity; None where it is none. A bare whole number is one too."""
     # Fractions are exact: sums of them are compared for equality with what a group states.
     if isinstance(text, int) and not isinstance(text, bool):
@@ -36,7 +36,7 @@ def read_quantity(text: Any) -> Fraction | None:
 
 
 def write_quantity(value: Fraction) -> str:
-    """Write a quantity as people do: 800Gi, 64, 1500m."""
+    """Write a quantity as users do: 800Gi, 64, 1500m."""
     if value.denominator > 1:
         milli = value * 1000
         return f"{-(-milli.numerator // milli.denominator)}m"  # rounded up, as Kubernetes does
@@ -46,8 +46,8 @@ def write_quantity(value: Fraction) -> str:
     return str(value)
 
 
-def add_resources(amounts: Iterable[tuple[int, Mapping[str, Any]]]) -> dict[str, Fraction]:
-    """Sum resources, each so many times; a quantity that can't be read counts as nothing."""
+def add_resources(amounts: Iterable[tuple[int, Mapping[str, object]]]) -> dict[str, Fraction]:
+    """Return the sum of resources, each so many times; a quantity that can't be read counts as nothing."""
     total: dict[str, Fraction] = {}
     for times, resources in amounts:
         for name, text in resources.items():
@@ -56,7 +56,7 @@ def add_resources(amounts: Iterable[tuple[int, Mapping[str, Any]]]) -> dict[str,
 
 
 def pod_resources(spec: Mapping[str, Any]) -> dict[str, Fraction]:
-    """Return what a scheduler reserves for a pod: the sum of all containers, or the largest init container if larger.
+    """Return the requests that a scheduler reserves for a pod: all containers' sum, or its largest init container's.
 
     A request that is not written is the limit; an init container that never ends counts as a container.
     """

@@ -20,16 +20,16 @@ from typing import Any
 from paceline.launch.kubernetes import gang as gangs
 from paceline.launch.kubernetes import objects as manifest_kinds
 from paceline.launch.kubernetes import pods
-from paceline.launch.kubernetes.job import KubernetesJob
+from paceline.launch.kubernetes.kubernetes_job import KubernetesJob
 from paceline.launch.kubernetes.objects import PodSet, field_of, job_manifests, pod_sets
 from paceline.launch.kubernetes.pods import COORDINATOR, SERVER, WORKER, Manifest
 from paceline.nouns.errors import PacelineError, PlanError, UsageError
 from paceline.nouns.plan import Plan
 from paceline.nouns.reading import MOST_DIGITS, parse_whole, read_text, reason_of
 
-_LONGEST_REASON = 300  # characters of what a parser says
+_LONGEST_REASON = 300  # characters of a parser's message
 _LONGEST_ANCHOR = 50  # characters of a name in an error
-_MOST_BYTES = 2**20  # of a file; a cluster takes no object that is larger
+_MOST_BYTES = 2**20  # the largest file; a cluster takes no object that is larger
 # kubectl reads more texts as numbers and truth values than the library that writes here: such as 1e-3, or y.
 _NUMBER_LIKE = re.compile(r"[-+]?[.\d]")
 _WORDS = ("y", "n", "yes", "no", "on", "off", "true", "false", "null", "~", "")
@@ -46,7 +46,7 @@ def render(job: KubernetesJob) -> list[Manifest]:
 
 
 def notes(job: KubernetesJob) -> list[str]:
-    """Return what a user should know of a job's manifests, and they don't say."""
+    """Return the remarks for the user on a job's manifests."""
     remarks = []
     if not job.runs_claim:
         remarks.append(f"{job.runs} is the pods' own: checkpoints don't outlive them; name a claim with --runs-claim")
@@ -60,11 +60,11 @@ def notes(job: KubernetesJob) -> list[str]:
 def check(manifests: Sequence[Manifest]) -> None:
     """Check manifests, also such as a user has edited, against the plan and the schedulers' rules.
 
-    All that is wrong is in one error.
+    All problems are in one error.
 
     Raises:
-        PlanError: they break some; each is named, with why it matters.
-        UsageError: they are no manifests, or start nothing.
+        PlanError: they break some rules; each is named, with the reason why it matters.
+        UsageError: they are no manifests, or no job is among them.
     """
     are_manifests = all(isinstance(manifest, dict) for manifest in manifests)
     if not are_manifests or not job_manifests(manifests):
@@ -102,14 +102,18 @@ def _shape_problems(manifests: Sequence[Manifest], sets: Sequence[PodSet]) -> It
     for pod_set in sets:
         for key in pod_set.template:
             if key not in ("metadata", "spec"):
-                yield f"{pod_set.where}: {key!r} stands beside metadata in the template, where it has no effect"
+                yield f"{pod_set.place}: {key!r} stands beside metadata in the template, where it has no effect"
         containers = field_of(pod_set.template, "spec", "containers")
-        if not isinstance(containers, list) or not containers or not all(isinstance(each, dict) for each in containers):
-            yield f"{pod_set.where}: its pods have no container"
+        if (
+            not isinstance(containers, list)
+            or not containers
+            or not all(isinstance(container, dict) for container in containers)
+        ):
+            yield f"{pod_set.place}: its pods have no container"
 
 
 def _plan_problems(manifests: Sequence[Manifest], sets: Sequence[PodSet]) -> Iterator[str]:
-    """Yield where there are not as many pods as the plan in their commands needs."""
+    """Yield a problem where there are not as many pods as the plan in their commands needs."""
     workers = [pod_set for pod_set in sets if pod_set.role == WORKER]
     command = []
     for worker in workers:
@@ -119,22 +123,22 @@ def _plan_problems(manifests: Sequence[Manifest], sets: Sequence[PodSet]) -> Ite
     plan = _after("--plan", command)
     if plan is None:
         return  # a TrainJob with a foreign runtime, or a job that is not Paceline's
-    wanted = Plan.parse(plan)
+    parsed = Plan.parse(plan)
     size = (_after("-j", command) or "").split("x")
     worker_pods = sum(worker.count for worker in workers)
     numbers = [number for number in map(parse_whole, size) if number is not None]
     if len(size) == 2 and len(numbers) == 2:
         nodes, per_node = numbers
-        if nodes * per_node != wanted.world_size:
-            yield f"-j {nodes}x{per_node} is not the {wanted.world_size} ranks of the plan {plan}"
+        if nodes * per_node != parsed.world_size:
+            yield f"-j {nodes}x{per_node} is not the {parsed.world_size} ranks of the plan {plan}"
         if worker_pods != nodes:
             yield f"there are {worker_pods} pods of workers, and -j {nodes}x{per_node} wants {nodes}"
-    elif _after("-np", command) != str(wanted.world_size):
-        yield f"mpirun starts {_after('-np', command)} ranks, and the plan {plan} has {wanted.world_size}"
-    for role, count in ((SERVER, wanted.server), (COORDINATOR, min(wanted.server, 1))):
-        there = sum(pod_set.count for pod_set in sets if pod_set.role == role)
-        if there != count:
-            yield f"there are {there} pods with the role {role}, and the plan {plan} wants {count}"
+    elif _after("-np", command) != str(parsed.world_size):
+        yield f"mpirun starts {_after('-np', command)} ranks, and the plan {plan} has {parsed.world_size}"
+    for role, count in ((SERVER, parsed.server), (COORDINATOR, min(parsed.server, 1))):
+        found_pods = sum(pod_set.count for pod_set in sets if pod_set.role == role)
+        if found_pods != count:
+            yield f"there are {found_pods} pods with the role {role}, and the plan {plan} wants {count}"
 
 
 def _command_of(pod_set: PodSet) -> list[str]:
@@ -159,9 +163,9 @@ def to_text(manifests: Sequence[Manifest], remarks: Sequence[str] = ()) -> str:
     import yaml  # only here: other commands start faster without
 
     class Writer(yaml.SafeDumper):
-        """Texts of several lines stand as such; what is the same is written out again."""
+        """Write texts of several lines as such, and equal values again in full."""
 
-        def ignore_aliases(self, data: Any) -> bool:
+        def ignore_aliases(self, data: object) -> bool:
             return True
 
     def text(writer: yaml.SafeDumper, value: str) -> Any:
@@ -189,7 +193,7 @@ def read_manifests(path: Path) -> list[Manifest]:
     import yaml
 
     class Reader(yaml.SafeLoader):
-        """Refuses what can stand for more than its text: aliases, and numbers whose digits int() takes long for."""
+        """Refuse YAML that can stand for more than its text: aliases, and numbers whose digits int() takes long for."""
 
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
@@ -213,18 +217,18 @@ def read_manifests(path: Path) -> list[Manifest]:
 
 
 def send(manifests: Sequence[Manifest], context: str = "") -> str:
-    """Check the manifests and hand them to kubectl. Return what it answers.
+    """Check the manifests and hand them to kubectl. Return its answer.
 
     They go through its standard input: a command's words can be read by every user of this host.
 
     Args:
-        manifests: as `render` made them.
-        context: of kubectl's configuration; empty: its current one.
+        manifests: the manifests that `render` made.
+        context: the context of kubectl's configuration; empty: its current one.
 
     Raises:
         PlanError: they break a rule.
         UsageError: there is no kubectl.
-        PacelineError: it refuses them.
+        PacelineError: kubectl refuses them.
     """
     check(manifests)
     command = ["kubectl"]
@@ -232,21 +236,21 @@ def send(manifests: Sequence[Manifest], context: str = "") -> str:
         command += ["--context", context]
     command += ["apply", "-f", "-"]
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             command, input=to_text(manifests), capture_output=True, text=True, errors="replace", check=False
         )
     except FileNotFoundError:
         fix = "install kubectl, or write the manifests to a file with --dry-run and apply them elsewhere"
         raise UsageError("can't send the manifests", "there is no kubectl on this host", fix) from None
-    if done.returncode:
-        answer = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        what, fix = _meaning(answer)
-        raise PacelineError("can't send the manifests", f"kubectl {what} ({answer})", fix)
-    return done.stdout
+    if completed.returncode:
+        answer = " ".join(completed.stderr.split()) or f"exit code {completed.returncode}"
+        reason, fix = _meaning(answer)
+        raise PacelineError("can't send the manifests", f"kubectl {reason} ({answer})", fix)
+    return completed.stdout
 
 
 def _meaning(answer: str) -> tuple[str, str]:
-    """Return what kubectl's complaint means, and what to do."""
+    """Return the meaning of kubectl's error message, and the advice to the user."""
     if re.search(r"dial tcp|connection refused|was refused - did you|[Uu]nable to connect|i/o timeout", answer):
         return "reaches no cluster", "see that `kubectl get nodes` works, or name a cluster with --context"
     if "no matches for kind" in answer:

@@ -1,7 +1,6 @@
 """The backward pass in two halves, for zero-bubble schedules: inputs first, weights later (Qi et al. 2024).
 
-torch.distributed.pipelining takes the autograd graph apart for its own schedules; its two functions are private, so
-they are called here alone.
+torch.distributed.pipelining takes the autograd graph apart for its own schedules, by the functions called here.
 """
 
 from __future__ import annotations
@@ -10,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.pipelining import _backward as torch_halves  # noqa: TID251
+from torch.autograd.graph import get_gradient_edge
+
+from paceline.torch_private import pipelining
 
 
 @dataclass(slots=True)
@@ -40,10 +41,10 @@ def backward_of_inputs(
         for weight, gradient in zip(beside, beside_gradients, strict=True):
             if gradient is not None:
                 weight.grad = gradient if weight.grad is None else weight.grad + gradient
-        done = {id(weight) for weight in beside}
-        weights = [weight for weight in weights if id(weight) not in done]
+        done_ids = {id(weight) for weight in beside}
+        weights = [weight for weight in weights if id(weight) not in done_ids]
     # It leaves the inputs' gradients in `.grad`; `groups` is what the weights' half starts from.
-    _, groups = torch_halves.stage_backward_input(roots, gradients, inputs, iter(weights))  # type: ignore[arg-type]
+    _, groups = pipelining.stage_backward_input(roots, gradients, inputs, iter(weights))  # type: ignore[arg-type]
     return Halves(weights, groups, roots)
 
 
@@ -51,22 +52,20 @@ def _beside_inputs(
     roots: list[torch.Tensor], inputs: list[torch.Tensor], weights: list[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Return weights that torch's grouping would leave out: none of their operations lies on a way to an input."""
-    edges = torch_halves.construct_reverse_graph(_autograd_nodes(roots))
-    accumulators = {torch_halves._get_grad_fn_or_grad_acc(weight): weight for weight in weights}
-    ends = [node for node in accumulators if node is not None]
+    edges = pipelining.construct_reverse_graph(_autograd_nodes(roots))
+    accumulators = {get_gradient_edge(weight).node: weight for weight in weights}
     grouped = set()
-    for group in torch_halves.get_param_groups(_autograd_nodes(inputs), ends, edges):
+    for group in pipelining.get_param_groups(_autograd_nodes(inputs), list(accumulators), edges):
         grouped.update(group["params"])
     return [weight for node, weight in accumulators.items() if node not in grouped]
 
 
 def _autograd_nodes(tensors: list[torch.Tensor]) -> list[Any]:
     """Return the autograd nodes that the tensors come from, those without one left out."""
-    nodes = [torch_halves._get_grad_fn_or_grad_acc(tensor) for tensor in tensors]
-    return [node for node in nodes if node is not None]
+    return [get_gradient_edge(tensor).node for tensor in tensors if tensor.requires_grad]
 
 
 def backward_of_weights(halves: Halves) -> None:
     """Add the gradients of the weights to their `.grad`."""
     if halves.weights:
-        torch_halves.stage_backward_weight(iter(halves.weights), halves.groups)  # type: ignore[arg-type]
+        pipelining.stage_backward_weight(iter(halves.weights), halves.groups)  # type: ignore[arg-type]

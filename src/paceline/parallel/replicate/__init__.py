@@ -1,1 +1,1 @@
-"""Implement the `replicate` axis: gradient buckets, step statistics, and the user's buffers."""
+"""Implement the `replicate` axis: gradient buckets and the user's buffers."""

@@ -7,15 +7,15 @@ some rank used gets the sum of those that did.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from paceline.comm.dtensor import like_parameter, local
+from paceline.comm.dtensor_parts import like_parameter, local
 from paceline.comm.reducer import Reducer
-from paceline.nouns.buckets import group_parameters
 from paceline.nouns.errors import WorkloadError
+from paceline.torch_private.optim import foreach_copy_, foreach_mul_
 
 MakeReducer = Callable[[Sequence[torch.Size], int, torch.dtype, torch.device], Reducer]
 
@@ -28,8 +28,8 @@ class Bucket:
     reducer: Reducer
     slices: list[list[torch.Tensor]]  # by inbox, then by parameter: shaped like the parameter
     results: list[torch.Tensor]  # by parameter: views of the outbox, which become the gradients
-    filled: set[int] = field(default_factory=set)  # parameters whose gradient is in the inbox, or held
-    held: list[tuple[int, torch.Tensor]] = field(default_factory=list)  # small gradients, to be copied in together
+    filled: set[int] = field(default_factory=set)  # parameters whose gradient is in the inbox, or pending
+    pending: list[tuple[int, torch.Tensor]] = field(default_factory=list)  # small gradients, to be copied in together
     is_sent: bool = False
     has_parts: bool = field(init=False)  # some parameter is one rank's part of it
 
@@ -38,7 +38,7 @@ class Bucket:
 
     @property
     def flags(self) -> int:
-        """Return where in the flat tensor the numbers that say who has a gradient begin."""
+        """Return the index in the flat tensor at which the flags begin: they say who has a gradient."""
         return self.reducer.outbox.numel() - len(self.parameters)
 
     def gradients(self) -> list[torch.Tensor | None]:
@@ -50,7 +50,7 @@ class Bucket:
     def clear(self) -> None:
         """Begin a step: nobody has a gradient yet."""
         self.filled.clear()
-        self.held.clear()
+        self.pending.clear()
         self.is_sent = False
 
     def fill(self, index: int, gradient: torch.Tensor, scale: torch.Tensor | None) -> None:
@@ -74,7 +74,7 @@ class Bucket:
             WorkloadError: the gradient came twice.
         """
         self._check_is_first(index, gradient)
-        self.held.append((index, gradient))
+        self.pending.append((index, gradient))
         self.filled.add(index)
 
     def _check_is_first(self, index: int, gradient: torch.Tensor) -> None:
@@ -87,39 +87,39 @@ class Bucket:
 
     def fill_all(self, gradients: Sequence[torch.Tensor | None], scale: torch.Tensor | None) -> None:
         """Copy in the gradients of all parameters that have one, times `scale` where the reducer wants that first."""
-        here = [(index, gradient) for index, gradient in enumerate(gradients) if gradient is not None]
-        self._copy_in(here, scale)
-        self.filled.update(index for index, _ in here)
+        present = [(index, gradient) for index, gradient in enumerate(gradients) if gradient is not None]
+        self._copy_in(present, scale)
+        self.filled.update(index for index, _ in present)
 
     def _copy_in(self, gradients: Sequence[tuple[int, torch.Tensor]], scale: torch.Tensor | None) -> None:
         if not gradients:
             return
         slices = self.slices[self.reducer.turn]
         places = [slices[index] for index, _ in gradients]
-        torch._foreach_copy_(places, [gradient for _, gradient in gradients])
+        foreach_copy_(places, [gradient for _, gradient in gradients])
         if scale is not None:
-            torch._foreach_mul_(places, scale)
+            foreach_mul_(places, scale)
 
     def send(self, scale: torch.Tensor | None = None) -> None:
-        """Copy in what is held, zero what has no gradient on this rank, and start the sum.
+        """Copy in what is pending, zero what has no gradient on this rank, and start the sum.
 
         Args:
-            scale: what held gradients are multiplied by, where the reducer wants that first.
+            scale: the factor of pending gradients, where the reducer wants it first.
         """
-        self._copy_in(self.held, scale)
-        self.held.clear()
-        here = self.reducer.inboxes[self.reducer.turn][self.flags :]
+        self._copy_in(self.pending, scale)
+        self.pending.clear()
+        own_flags = self.reducer.inboxes[self.reducer.turn][self.flags :]
         if len(self.filled) == len(self.parameters):
-            here.fill_(1)
+            own_flags.fill_(1)
         else:
-            flags = torch.zeros(len(self.parameters), dtype=here.dtype)
+            flags = torch.zeros(len(self.parameters), dtype=own_flags.dtype)
             for index in range(len(self.parameters)):
                 if index in self.filled:
                     flags[index] = 1
                 else:
                     # Else the inbox still has the gradient of the step that filled it last.
                     self.slices[self.reducer.turn][index].zero_()
-            here.copy_(flags, non_blocking=True)
+            own_flags.copy_(flags, non_blocking=True)
         self.is_sent = True
         self.reducer.begin()
 
@@ -187,3 +187,30 @@ def _slices(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tens
     sizes = [shape.numel() for shape in shapes]
     slices = flat[: sum(sizes)].split(sizes)
     return [values.view(shape) for values, shape in zip(slices, shapes, strict=True)]
+
+
+def group_parameters(sizes: Sequence[tuple[int, Hashable]], limit_bytes: int) -> list[list[int]]:
+    """Group parameters, last first, into buckets of one kind and at most `limit_bytes` (or one larger one).
+
+    Backward passes reach the last parameters first, so the first bucket is complete first.
+
+    Args:
+        sizes: for each parameter its number of bytes and its kind (dtype and device).
+        limit_bytes: the largest number of bytes of a bucket that has several parameters.
+
+    Returns:
+        The parameters' indices, bucket by bucket.
+    """
+    # Only neighbours share a bucket: with another order a bucket would wait for gradients from all over the model.
+    buckets: list[list[int]] = []
+    bucket_kind: Hashable = None  # of the last bucket
+    held_bytes = 0
+    for index in reversed(range(len(sizes))):
+        nbytes, kind = sizes[index]
+        if not buckets or kind != bucket_kind or held_bytes + nbytes > limit_bytes:
+            buckets.append([])
+            bucket_kind = kind
+            held_bytes = 0
+        buckets[-1].append(index)
+        held_bytes += nbytes
+    return buckets

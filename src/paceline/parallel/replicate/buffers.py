@@ -17,17 +17,17 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import WorkloadError
+from paceline.torch_private.modules import NormBase, non_persistent_buffers
+from paceline.torch_private.operations import FakeTensor
 
 _Slots = tuple[torch.nn.Module, dict[str, torch.Tensor | None]]
 _Form = tuple[torch.dtype, tuple[int, ...]] | None  # None: there is no tensor
 _OTHER_FORM = 2**20  # added to a buffer's flag: more than there are ranks, and small enough for a float64's sum
 _SMALL_BYTES = 2**16  # what a copy of a buffer may take
-_LARGE_BYTES = 2**20  # above it a buffer's values are compared in the first steps alone
+_LARGE_BYTES = 2**20  # above it a buffer's values are compared only in the first steps
 _FIRST_STEPS = 3
 _NAMED = 3  # buffers that a notice names
 _WIDTH = 1024  # of the table whose rows and columns are summed
@@ -48,10 +48,10 @@ class Buffers:
     """The buffers of a model on this rank.
 
     Attributes:
-        names: of the buffers, as in `named_buffers` when this was made.
-        changed: for each, whether this rank's forward passes changed it in the step.
-        is_compared: whether values are compared, beside what shows a write: others want to know of every one.
-        are_derived: none belongs to the model's state (`persistent=False`): each rank can compute them anew.
+        names: the buffers' names, as in `named_buffers` when this was made.
+        changed: for each buffer, whether this rank's forward passes changed it in the step.
+        is_compared: whether values are compared, beside what shows a write: other ranks need to know of each write.
+        are_derived: whether no buffer is in the model's state (`persistent=False`): each rank can compute them anew.
     """
 
     def __init__(self, model: torch.nn.Module, comm: AxisComm) -> None:
@@ -66,7 +66,7 @@ class Buffers:
                     number[id(tensor)] = len(self.slots)
                     self.slots.append((module, key))
                     self.names.append(f"{path}.{key}" if path else key)
-        self.are_derived = all(key in module._non_persistent_buffers_set for module, key in self.slots)
+        self.are_derived = all(key in non_persistent_buffers(module) for module, key in self.slots)
         self.modules: list[list[int]] = []  # the buffers of each module that has several
         for module in model.modules():
             tensors = module.buffers(recurse=False)
@@ -83,7 +83,7 @@ class Buffers:
         self.steps = 0
         self.prints: dict[int, _Print] = {}  # of the last time that values were read
         self.rewritten: set[int] = set()  # buffers that a step wrote unseen
-        self.made_equal: dict[str, str] = {}  # how, by the name of each that `notices` speaks of
+        self.made_equal: dict[str, str] = {}  # the reduction, by the name of each buffer that `notices` speaks of
         self.notices: list[str] = []
 
     @property
@@ -101,7 +101,7 @@ class Buffers:
     def take_forms(self, cut: Collection[torch.Tensor]) -> None:
         """Know the shapes that these buffers have now: every rank has cut them alike."""
         for index, tensor in enumerate(self.tensors):
-            if any(tensor is one for one in cut):
+            if any(tensor is cut_tensor for cut_tensor in cut):
                 self.agreed[index] = _form(tensor)
                 if index in self.prints and tensor is not None:
                     self.prints[index] = _print_of(tensor)
@@ -115,7 +115,7 @@ class Buffers:
         return bool(rewritten)
 
     def find_changed(self) -> list[int]:
-        """Return what is to be summed over the ranks, for each buffer: 1 if this rank's forward passes changed it.
+        """Return a flag for each buffer, to be summed over the ranks: 1 if this rank's forward passes changed it.
 
         `_OTHER_FORM` is added where its form is not the agreed one, changed or not.
         """
@@ -175,15 +175,15 @@ class Buffers:
         for dtype, indices in by_dtype.items():
             self._reduce_dtype(dtype, indices, ranks_changed)
 
-    def _note_made_equal(self, index: int, how: str) -> None:
+    def _note_made_equal(self, index: int, reduction: str) -> None:
         """Note what becomes of a buffer that forward passes write, to be said once."""
         module, key = self.slots[index]
         # Batch norm's statistics are those of the whole batch; what any rank can compute anew depends on no sample.
-        is_told = self.names[index] in self.made_equal or key in module._non_persistent_buffers_set
+        is_told = self.names[index] in self.made_equal or key in non_persistent_buffers(module)
         if is_told or type(module).__module__.startswith("torch.nn."):
             return
-        self.made_equal[self.names[index]] = how
-        of_each = ", ".join(f"{name} ({how})" for name, how in list(self.made_equal.items())[:_NAMED])
+        self.made_equal[self.names[index]] = reduction
+        of_each = ", ".join(f"{name} ({reduction})" for name, reduction in list(self.made_equal.items())[:_NAMED])
         more = f" and {len(self.made_equal) - _NAMED} more" if len(self.made_equal) > _NAMED else ""
         self.notices = [
             f"the model writes into buffers of its state: {of_each}{more}. Each rank writes from its own samples, and "
@@ -206,7 +206,7 @@ class Buffers:
         if not self.changed[index] or now is first:
             return self.changed[index]
         if now is None or _form(now) != _form(first):
-            if key in module._non_persistent_buffers_set:
+            if key in non_persistent_buffers(module):
                 return False
             raise WorkloadError(
                 f"the buffer {self.names[index]} should become the mean of all workers'",
@@ -261,7 +261,7 @@ class Buffers:
         per_rank: set[int] = set()
         for index, reports in zip(indices, self._exchange(indices), strict=True):
             module, key = self.slots[index]
-            is_derived = key in module._non_persistent_buffers_set
+            is_derived = key in non_persistent_buffers(module)
             forms = {form for has_changed, form in reports if has_changed or is_derived}
             if len(forms) > 1 and not is_derived:
                 raise self._differ(index, reports)
@@ -277,12 +277,12 @@ class Buffers:
     def _exchange(self, indices: list[int]) -> list[list[tuple[bool, _Form]]]:
         """Return for each buffer, rank by rank, whether it was changed there, and its form."""
         # Per buffer: changed or not, dtype, number of dimensions, sizes. Rows may be of different lengths.
-        mine: list[int] = []
+        own_row: list[int] = []
         for index in indices:
             form = _form(self.tensors[index])
             dtype, shape = (-1, ()) if form is None else (_DTYPES.index(form[0]), form[1])
-            mine += [self.changed[index], dtype, len(shape), *shape]
-        ranks = self.comm.all_gather(torch.tensor(mine, dtype=torch.int64, device=self._device()))
+            own_row += [self.changed[index], dtype, len(shape), *shape]
+        ranks = self.comm.all_gather(torch.tensor(own_row, dtype=torch.int64, device=self._device()))
         rows = [iter(row.tolist()) for row in ranks]
         reports = []
         for _ in indices:  # each rank's row is read on from where the buffer before ended
@@ -296,10 +296,10 @@ class Buffers:
             if has_changed:
                 changed.append((rank, form))
         first = changed[0]
-        other = next(report for report in changed if report[1] != first[1])
+        second = next(report for report in changed if report[1] != first[1])
         return WorkloadError(
             f"the buffer {self.names[index]}, which the forward pass changes, should become the mean of all ranks'",
-            f"{_shown(*first)}, {_shown(*other)}",
+            f"{_shown(*first)}, {_shown(*second)}",
             "give it the same shape on every rank; or, if any rank can compute it anew, such as a table of positions, "
             "register it with persistent=False: then each rank keeps its own",
         )
@@ -319,7 +319,7 @@ class Buffers:
         return torch.device("cpu")
 
     def _prints(self, earlier: Mapping[int, _Print], left_out: Collection[int] = ()) -> dict[int, _Print]:
-        """Return what tells the values of the compared buffers; an earlier one stands where no write shows since."""
+        """Return prints of the compared buffers' values; an earlier print stays where no write shows since."""
         tensors = self.tensors
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return {}
@@ -369,8 +369,8 @@ class EarlierPasses:
     """What earlier forward passes of some modules did to their large buffers.
 
     Attributes:
-        passes: how many there were.
-        rewritten: buffers, by module's number and name, that a pass wrote without a new version, as `.data` does.
+        passes: the number of these passes.
+        rewritten: the buffers, by module's number and name, that a pass wrote without a new version, as `.data` does.
     """
 
     def __init__(self) -> None:
@@ -385,7 +385,7 @@ class KeptBuffers:
     into the buffers themselves would change what autograd has saved of them.
 
     Args:
-        modules: whose own buffers are meant, without those of modules inside them.
+        modules: the modules whose own buffers are meant, without those of modules inside them.
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
@@ -400,8 +400,8 @@ class KeptBuffers:
         """Hold no copies of large buffers that are as they were, such as masks: the buffers themselves will do.
 
         Args:
-            earlier: of these modules. The values of a GPU's buffers, for which the host would wait, are compared in the
-                first passes alone.
+            earlier: the record of these modules' earlier passes. The values of a GPU's buffers, for which the host
+                would wait, are compared only in the first passes.
         """
         versions = iter(self.versions)
         is_early = earlier.passes < _FIRST_STEPS
@@ -452,7 +452,7 @@ def _put(slots: Iterable[_Slots]) -> None:
 
 def _counts_batches(module: torch.nn.Module) -> bool:
     """True for a batch norm of torch's own, whose every write of statistics counts a batch."""
-    return isinstance(module, _NormBase) and module.num_batches_tracked is not None
+    return isinstance(module, NormBase) and module.num_batches_tracked is not None
 
 
 def _is_elsewhere(tensor: torch.Tensor | None) -> bool:
@@ -497,13 +497,13 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_quantized
 
 
-def _same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+def _same(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
     """True if two tensors are the same bit for bit, as far as there are values."""
     if isinstance(tensor, FakeTensor) or tensor.is_meta:
         return True
-    if _form(tensor) != _form(other) or not _is_plain(tensor):
+    if _form(tensor) != _form(copy) or not _is_plain(tensor):
         return False
-    return torch.equal(_bits_of(tensor), _bits_of(other))
+    return torch.equal(_bits_of(tensor), _bits_of(copy))
 
 
 def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -524,6 +524,6 @@ def sums_of(tensor: torch.Tensor) -> torch.Tensor:
         return bits.clone()
     if bits.storage_offset() % 8:  # a view as 64-bit words must begin at one
         bits = bits.clone()
-    rows, rest = divmod(bits.numel(), 8 * _WIDTH)
-    table = bits[: bits.numel() - rest].view(torch.int64).view(rows, _WIDTH)
-    return torch.cat([table.sum(0), table.sum(1), bits[bits.numel() - rest :].to(torch.int64)])
+    rows, remainder = divmod(bits.numel(), 8 * _WIDTH)
+    table = bits[: bits.numel() - remainder].view(torch.int64).view(rows, _WIDTH)
+    return torch.cat([table.sum(0), table.sum(1), bits[bits.numel() - remainder :].to(torch.int64)])

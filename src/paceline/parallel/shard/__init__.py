@@ -1,1 +1,1 @@
-"""Implement the `shard` axis: FSDP2 for ZeRO 2 and 3, sharded optimizer state for ZeRO 1, per-parameter updates."""
+"""Implement the `shard` axis: FSDP2 for ZeRO-2 and ZeRO-3, updates that ranks share out for ZeRO-1."""

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from paceline.parallel.replicate.strategy import sparse_names
+from paceline.nouns.errors import WorkloadError
+from paceline.parallel.replicate.replicate_strategy import sparse_names
 
 LEAF_BYTES = 2**20  # a lone layer below this is not worth a message of its own: its latency costs more than its bytes
 
@@ -57,14 +58,20 @@ def _main_dtype(parameters: list[nn.Parameter]) -> torch.dtype | None:
     return num_bytes.most_common(1)[0][0]
 
 
-def first_sparse(model: nn.Module) -> str | None:
-    """Return the first trained parameter whose gradients are sparse, by name."""
+def check_dense(model: nn.Module) -> None:
+    """Raise WorkloadError if a trained parameter has sparse gradients: ranks of `shard` update rows."""
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return min(sparse_names(model) & trained, default=None)
+    sparse = min(sparse_names(model) & trained, default=None)
+    if sparse is not None:
+        raise WorkloadError(
+            "the axis shard sums gradients by rows",
+            f"the gradient of {sparse} is sparse",
+            "make the embedding with sparse=False, or write replicate in place of shard",
+        )
 
 
 def owners(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
-    """Return where each parameter is registered: modules and attribute names, the first one first."""
+    """Return the modules and attribute names under which each parameter is registered, the first one first."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -1,8 +1,9 @@
-"""A model in FSDP2's shards, as `apply.py` drives it; `replicate` beside it sums the shards (HSDP)."""
+"""A model in FSDP2's shards (ZeRO-2, ZeRO-3), as `engine/declared.py` drives it; `replicate` sums the shards (HSDP)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,15 +11,29 @@ import torch
 from paceline.comm.batch_norm import SharedStatistics
 from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import PlanError
-from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.shard_spec import LocalShard
 from paceline.parallel.model_adapter import Autocast, OwnCode
 from paceline.parallel.observer import StepObserver
 from paceline.parallel.peer_values import PeerValues
 from paceline.parallel.shard.local_optimizer_step import step_on_rows
-from paceline.parallel.shard.strategy import Shard
-from paceline.parallel.whole_update import CutParameter, WholeUpdate
+from paceline.parallel.shard.shard_strategy import Shard
+from paceline.parallel.whole_update import WholeUpdate
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardSettings:
+    """The settings of a forward pass.
+
+    Attributes:
+        autocast: a function that returns the context of the workload's precision.
+        example: a micro-batch, which a rank without one of its own runs.
+        shared: the batch norm statistics that the ranks share; None where each micro-batch has its own.
+    """
+
+    autocast: Autocast
+    example: object
+    shared: SharedStatistics | None
 
 
 class FsdpAdapter(OwnCode):
@@ -33,19 +48,18 @@ class FsdpAdapter(OwnCode):
         axes: Mapping[str, AxisComm],
         plan: Plan,
         device: torch.device,
-        run: tuple[Autocast, Any, SharedStatistics | None],
+        settings: ForwardSettings,
     ) -> None:
-        autocast, example, self.shared = run
+        self.shared = settings.shared
         self.model = model
         self.axes = axes
-        self.autocast = autocast
-        self.mesh = Mesh.parse(plan.mesh)
+        self.autocast = settings.autocast
         self.shard = Shard(model, axes["shard"], plan, device)
         self.plan = plan
         self.whole_update: WholeUpdate | None = None
         # Read after the split, which puts DTensors in the places of parameters.
         self.parameters = dict(model.named_parameters())
-        self.spare = example
+        self.spare = settings.example
 
     def fill(self, name: str, full: torch.Tensor) -> None:
         """Take this rank's rows of a parameter, or a whole buffer."""
@@ -76,23 +90,20 @@ class FsdpAdapter(OwnCode):
         self.shard.begin_backward(is_last, is_padding)
 
     def call(self, function: Any, batch: Any) -> Any:
-        """Call the person's function; parameters are gathered as it runs."""
+        """Call the user's function; parameters are gathered as it runs."""
         return self.shard.forward(function, batch)
 
     def finish_backward(self) -> None:
         """Let the last whole parameters go."""
         self.shard.finish_backward()
 
-    def update_whole(self, names: set[str]) -> None:
+    def update_whole(self, names: set[str], optimizer: torch.optim.Optimizer) -> None:
         """Have the optimizer update these parameters as a whole.
 
         Raises:
             PlanError: they are in host memory, where no rank gathers them.
         """
-        cut: dict[str, CutParameter] = {}
-        for name, shard_spec in self.shard.shard_specs().items():
-            if name in names and shard_spec.cuts:
-                cut[name] = CutParameter(shard_spec.shape, {"shard": shard_spec.cuts[0]})
+        cut = self.shard.cut_parameters(names)
         if cut and self.plan.offload == "on":
             raise PlanError(
                 "optimizer state in host memory (offload=on)",
@@ -101,7 +112,7 @@ class FsdpAdapter(OwnCode):
             )
         if cut:
             pieces = {name: self.parameters[name] for name in cut}
-            self.whole_update = WholeUpdate(cut, pieces, self.axes, self.mesh)
+            self.whole_update = WholeUpdate(self.axes["shard"], cut, pieces)
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Run the optimizer's step on this rank's rows, and on the whole parameters that it owns."""
@@ -123,7 +134,7 @@ class FsdpAdapter(OwnCode):
         """Call the score as in training."""
         return self.call(score, batch)
 
-    def held(self) -> dict[str, LocalShard]:
+    def local_shards(self) -> dict[str, LocalShard]:
         """Return the rows, and the replicas that hold the same."""
         replicas = tuple(sorted(self.axes["replicate"].peers))
         shards = {}
@@ -131,7 +142,7 @@ class FsdpAdapter(OwnCode):
             if shard_spec.cuts:
                 shards[name] = LocalShard(shard_spec, replicas)
         if self.whole_update is not None:
-            shards |= self.whole_update.state_shards()
+            shards |= self.whole_update.state_shards(replicas)
         return shards
 
     def of_experts(self) -> set[str]:

@@ -1,4 +1,4 @@
-"""Find out who used which parameter in a step, and check that all ranks sent the same messages in the same order.
+"""Find parameters that no rank used in a step, and check that all ranks sent the same messages in the same order.
 
 A gradient of zeros and no gradient are two things to an optimizer: AdamW shrinks the parameter in the
 first case. FSDP2 fills in zeros where a rank has none, so each rank notes what its backward passes
@@ -19,18 +19,20 @@ from paceline.nouns.errors import WorkloadError
 
 
 class GradUsage:
-    """This rank's notes of which parameters its backward passes reached.
+    """A record of the parameters that this rank's backward passes reached.
 
     Args:
-        names: the trained parameters; `clear` may change them. In an order that is the same on every rank.
-        whole: those that every rank holds.
-        comm: the axis to ask.
-        collective_order: the messages sent so far.
+        names: the names of the trained parameters, in the same order on every rank; `clear` may change them.
+        replicated: the names of the parameters that every rank holds.
+        comm: the axis whose ranks add up their records.
+        collective_order: the checksum of the messages sent so far.
     """
 
-    def __init__(self, names: list[str], whole: set[str], comm: AxisComm, collective_order: CollectiveOrder) -> None:
+    def __init__(
+        self, names: list[str], replicated: set[str], comm: AxisComm, collective_order: CollectiveOrder
+    ) -> None:
         self.used = dict.fromkeys(names, False)
-        self.whole = whole
+        self.replicated = replicated
         self.comm = comm
         self.collective_order = collective_order
         self.is_counting = True  # not in a micro-batch that is there only to keep step with other ranks
@@ -60,7 +62,7 @@ class GradUsage:
         flags = torch.zeros(len(self.used) + 1 + self.comm.size, dtype=torch.int64)
         flags[: len(self.used)] = torch.tensor(list(self.used.values()))
         # FSDP2 has taken the gradients of gathered parameters; one that is still there came after its group's sum.
-        gathered = [parameter for name, parameter in self.watched.items() if name not in self.whole]
+        gathered = [parameter for name, parameter in self.watched.items() if name not in self.replicated]
         flags[len(self.used)] = any(parameter.grad is not None for parameter in gathered)
         flags[len(self.used) + 1 + self.comm.rank] = self.collective_order.crc
         # On the host: it is known there, and a device's answer would have to be waited for.

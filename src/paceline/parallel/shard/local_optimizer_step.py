@@ -2,7 +2,7 @@
 
 FSDP2's parameters are DTensors: torch works out anew for each operation on each of them how its result is spread,
 which for an update element by element is always the same. Of a step of a small BERT's AdamW that was three quarters.
-Between steps the optimizer has the model's own parameters, as the person made it; their state is of plain rows.
+Between steps the optimizer has the model's own parameters, as the user made it; their state is of plain rows.
 
 Needs: an optimizer that updates element by element (`elementwise.py`).
 Promises: the same bits as the step on DTensors.
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from paceline.comm.fully_shard import is_part, local
+from paceline.comm.dtensor_parts import is_part, local
 from paceline.parallel.optimizer_parts import groups_of, parts_of
 
 
@@ -27,22 +27,23 @@ def step_on_rows(optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
-class RowsInPlace:
-    """As `step_on_rows`, around a step that somebody else calls."""
+class StandIns:
+    """As `stand_ins`, around a step that somebody else calls."""
 
     def __init__(self) -> None:
         self.running: AbstractContextManager[None] | None = None
 
-    def begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put rows in the place of the optimizer's DTensors."""
+    def begin(
+        self, optimizer: torch.optim.Optimizer, replaced: Mapping[torch.nn.Parameter, torch.nn.Parameter | None]
+    ) -> None:
+        """Put other parameters in the place of the optimizer's own."""
         self.end()  # of a step that raised
-        self.running = stand_ins(optimizer, rows_of(optimizer))
+        self.running = stand_ins(optimizer, replaced)
         self.running.__enter__()
 
     def end(self) -> None:
-        """Put the DTensors back."""
-        running = self.running
-        self.running = None
+        """Put the optimizer's own parameters back."""
+        running, self.running = self.running, None
         if running is not None:
             running.__exit__(None, None, None)
 
@@ -54,22 +55,26 @@ def stand_ins(
     """Put other parameters in the place of the optimizer's own, with their state; afterwards, put the own ones back.
 
     Args:
-        optimizer: it may be made of others.
-        replaced: by parameter what the optimizer has in its place; None: it has nothing, and the state stays. A group
-            of which nothing is left has a tensor without elements and gradient: some optimizers look at the device of
-            the first one, or count no step in an empty group.
+        optimizer: the optimizer, which may be made of several.
+        replaced: for each parameter, the one that the optimizer has in its place; None: it has none, and the state
+            stays. A group that has become empty has a tensor without elements and gradient: some optimizers look at the
+            device of the first one, or count no step in an empty group.
     """
     groups = groups_of(optimizer)
     before = [group["params"] for group in groups]
-    moved = {parameter: other for parameter, other in replaced.items() if other is not None}
+    moved = {parameter: stand_in for parameter, stand_in in replaced.items() if stand_in is not None}
     # The optimizer finds state by parameter: it goes along with the stand-ins, and back afterwards, also after an
     # error.
     for part in parts_of(optimizer):
-        for parameter, other in moved.items():
+        for parameter, stand_in in moved.items():
             if parameter in part.state:
-                part.state[other] = {key: local(value) for key, value in part.state.pop(parameter).items()}
+                part.state[stand_in] = {key: local(value) for key, value in part.state.pop(parameter).items()}
     for group, parameters in zip(groups, before, strict=True):
-        group["params"] = [moved.get(one, one) for one in parameters if one in moved or one not in replaced]
+        group["params"] = [
+            moved.get(parameter, parameter)
+            for parameter in parameters
+            if parameter in moved or parameter not in replaced
+        ]
     empty = _fill_empty(groups, before)
     try:
         yield
@@ -77,9 +82,9 @@ def stand_ins(
         for group, parameters in zip(groups, before, strict=True):
             group["params"] = parameters
         for part in parts_of(optimizer):
-            for parameter, other in moved.items():
-                if other in part.state:
-                    part.state[parameter] = part.state.pop(other)
+            for parameter, stand_in in moved.items():
+                if stand_in in part.state:
+                    part.state[parameter] = part.state.pop(stand_in)
             for parameter in empty:
                 part.state.pop(parameter, None)
 

@@ -12,17 +12,17 @@ from typing import Any, NoReturn
 
 import torch
 
-from paceline.comm.fully_shard import is_part, local
+from paceline.comm.dtensor_parts import is_part, local
 from paceline.nouns.errors import WorkloadError
-from paceline.parallel.shard.strategy import Shard
+from paceline.parallel.shard.shard_strategy import Shard
 
 
 class WholeStateDicts:
     """Watches over the state dicts of one model.
 
     Args:
-        model: in parts.
-        shard: its strategy.
+        model: the model, of which each rank holds parts.
+        shard: the strategy that holds the model's parts.
     """
 
     def __init__(self, model: torch.nn.Module, shard: Shard) -> None:

@@ -2,7 +2,7 @@
 
 This process forks the rank, hands signals on to it, waits for it and ends as it did. So it knows whether the rank has
 run its file to the end, which an exit code of 0 does not say: the file may call `os._exit(0)`. Torch is imported in the
-rank alone.
+rank only, not in this process.
 
 Under srun, mpirun or in a pod nobody of ours supervises. Each rank's end then stands in `ended/RANK` of the run
 directory, rank 0 writes the result once all ranks have ended, and the exit code tells the launcher what to do: 0 done,
@@ -23,17 +23,15 @@ from typing import Any
 
 from paceline.checkpoint.manifest import list_checkpoints
 from paceline.checkpoint.owner import HEARTBEAT_S, LAUNCH, Ownership, is_of_launch
-from paceline.launch.command import STOPPED_CODE
-from paceline.launch.orphans import die_with_parent, kill_group
-from paceline.launch.process_exit import exit_process
+from paceline.launch.process_exit import die_with_parent, exit_process, kill_group
+from paceline.launch.rank_command import STOPPED_CODE
 from paceline.nouns.errors import PacelineError
 from paceline.nouns.reading import parse_number
-from paceline.rendezvous.launcher_env import find_position
-from paceline.rendezvous.rank_variables import variables_of
+from paceline.rendezvous.launcher_env import find_position, variables_of
 from paceline.run.directory import write_json
 from paceline.run.ends import Ends, first_of
 from paceline.run.failures import (
-    LEFT,
+    EXITED_EARLY,
     SUPERVISED,
     first_cause,
     format_failure,
@@ -42,14 +40,14 @@ from paceline.run.failures import (
     read_failures,
     silent_death,
 )
-from paceline.run.supervise.job import finish
 from paceline.run.supervise.progress import Progress
 from paceline.run.supervise.stalls import TIMEOUT_VARIABLE, Stalls, Timeout, notice_time
+from paceline.run.supervise.supervised_job import finish
 from paceline.run.supervise.supervisor import Ending
 
-SETTLE_S = 1.0  # for what the others write down about a failure, or after a signal, before the result is written
-TELL_S = 10.0  # of waiting for other ranks, until people are told
-_LOOK_S = 1.0  # between two looks for ranks that make no progress, and two tries to write the mark
+SETTLE_S = 1.0  # the time for other ranks' failures, or after a signal, before the result is written
+TELL_S = 10.0  # the time of waiting for other ranks until the user is told
+_LOOK_S = 1.0  # the time between two looks for ranks without progress, and two tries to write the mark
 _POLL_S = 0.1
 _STOPS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -73,9 +71,9 @@ class JoinedRank:
     """The process that waits for one rank.
 
     Args:
-        run_dir: of the job.
-        notice_s: seconds without progress after which people are told where the ranks stand; 0: never.
-        timeout_s: seconds without progress after which rank 0 ends the job; 0: never.
+        run_dir: the run directory of the job.
+        notice_s: the seconds without progress after which the user is told where the ranks stand; 0: never.
+        timeout_s: the seconds without progress after which rank 0 ends the job; 0: never.
     """
 
     def __init__(self, run_dir: Path, notice_s: float, timeout_s: float = 0.0) -> None:
@@ -86,17 +84,17 @@ class JoinedRank:
         self.is_supervised = SUPERVISED in os.environ
         self.is_telling = self.rank == 0 and not self.is_supervised
         self.ends = Ends(run_dir, self.size)
-        self.has_begun = False  # its mark stands among the ends
+        self.has_begun = False  # True once the rank's file stands in `ended/`
         self.progress = Progress(run_dir)  # before the first step: it follows from the file's present end
         self.stalls = Stalls(run_dir, notice_s, self.size)
         self.timeout = Timeout(run_dir, timeout_s)
-        self.signals: list[int] = []  # that came, and were handed on to the rank while it ran
+        self.signals: list[int] = []  # the numbers of signals that were handed on to the rank while it ran
         self.pid = 0
-        self.left: dict[str, Any] | None = None  # the failure of a rank that left, or stands, for which this one ended
+        self.failure_found: dict[str, Any] | None = None  # the failure of the job for which this process ended its rank
         self.launch = os.environ.get(LAUNCH, "")
         # What rank 0 took before it became this program.
         self.owned = Ownership.inherited(run_dir, os.environ) if self.is_telling else None
-        self.printed_message = ""  # the one that stands on stderr in full
+        self.printed_message = ""  # the message of the failure that was printed in full
 
     def run(self, script: str, arguments: list[str]) -> int:
         """Run the rank to its end, and return the exit code. Where a signal ended it, the same ends this process."""
@@ -111,14 +109,16 @@ class JoinedRank:
             signal.signal(number, self._hand_on)
         group = self.pid
         status = self._wait(wake)
-        if self.left is not None and status == -signal.SIGKILL:
-            status = int(self.left["exit_code"])  # of an error: after a signal a scheduler would start the job again
+        if self.failure_found is not None and status == -signal.SIGKILL:
+            status = int(
+                self.failure_found["exit_code"]
+            )  # of an error: after a signal a scheduler would start the job again
         if status == 0 and not _has_finished(finished):
-            status = LEFT
+            status = EXITED_EARLY
         if status not in (0, STOPPED_CODE):
             kill_group(group)
         if self._is_taken():
-            return self._tell_taken()
+            return self._report_taken()
         # The failure before the end: when rank 0 sees that all have ended, it reads the failures at once.
         self._write_failure(status)
         if not self.is_supervised:
@@ -128,14 +128,14 @@ class JoinedRank:
         return _end_as(status)
 
     def _is_taken(self) -> bool:
-        """True if another job has the run directory now: how this one ended is not to be written there."""
+        """Return True if another job has the run directory now: the end of this one is not to be written there."""
         if self.is_supervised:
             return False
         is_foreign = bool(self.launch) and not is_of_launch(self.run_dir, self.launch)
         return is_foreign or (self.owned is not None and self.owned.is_taken())
 
-    def _tell_taken(self) -> int:
-        """Say that another job has the run directory, and return the exit code."""
+    def _report_taken(self) -> int:
+        """Print that another job has the run directory, and return the exit code."""
         if self.owned is not None:
             self.owned.release()
             if self.owned.taken is not None:
@@ -143,7 +143,7 @@ class JoinedRank:
         return 1
 
     def _fork(self, script: str, arguments: list[str]) -> int:
-        """Start the rank. Return the descriptor from which what it writes at its file's end can be read."""
+        """Start the rank. Return the read end of the pipe to which it writes once it has run its file to the end."""
         finished, rank_end = os.pipe()
         os.set_blocking(finished, False)  # a process that the rank forked may still hold the other end
         self.pid = os.fork()
@@ -169,7 +169,7 @@ class JoinedRank:
                 os.kill(self.pid, number)
 
     def _wait(self, wake: int) -> int:
-        """Wait for the rank's end. Return its exit code, below 0 the signal that ended it."""
+        """Wait until the rank has ended. Return its exit code, or below 0 the signal that ended it."""
         looked_s = beat_s = time.monotonic()
         timeout_s = None if self.is_supervised else _LOOK_S  # supervised there is nothing to do between two signals
         while True:
@@ -193,7 +193,7 @@ class JoinedRank:
                     os.kill(self.pid, signal.SIGKILL)
 
     def _look_for_stalls(self) -> None:
-        """Tell people of ranks that make no progress; end this rank where another left before it, or none makes any.
+        """Print ranks without progress for the user; end this rank where another left before it, or none makes any.
 
         Only rank 0 does so. Its end is what the launcher, or the other ranks' collectives, then fail by.
         """
@@ -203,24 +203,24 @@ class JoinedRank:
             print(line, flush=True)
         if self.progress.read():
             self.timeout.progress()
-        is_due = 0 < self.timeout.seconds <= self.timeout.quiet_s  # of a large job not every second
+        is_due = 0 < self.timeout.seconds <= self.timeout.quiet_s  # of a large job the ends are not read every second
         ended = self.ends.read(range(self.size)) if is_due else {}
         failure = self.timeout.look(now_s, _time_stamp(), ended, pids)
         if not _STOPS.isdisjoint(self.signals):  # after it the ranks save, in the time that the launcher gives them
             failure = None
-        left = None
+        early_rank = None
         if failure is None and "PACELINE_COORDINATOR" not in os.environ:  # workers of servers don't wait for each other
-            left = self.stalls.who_left()
-        if left is not None:
+            early_rank = self.stalls.who_left()
+        if early_rank is not None:
             found = "it left its loop and closed the job while others were still training"
-            failure = left_early(left, _time_stamp(), found)
+            failure = left_early(early_rank, _time_stamp(), found)
         if failure is not None and not read_failures(self.run_dir):
-            self.left = failure
+            self.failure_found = failure
             self._write(failure)
             os.kill(self.pid, signal.SIGKILL)
 
     def _write_failure(self, status: int) -> None:
-        """Write down how the rank ended where it could not do so itself."""
+        """Write down the rank's failure where it could not do so itself."""
         if status in (0, STOPPED_CODE):
             return
         failures = read_failures(self.run_dir)
@@ -242,8 +242,8 @@ class JoinedRank:
             write_json(self.run_dir / "failures" / f"{self.rank}.json", failure)
 
     def _write_result(self, status: int) -> int:
-        """Wait until all ranks have ended, and write how the job did. Return the status to end this process with."""
-        ended = {self.rank: status, **self._others(status)}
+        """Wait until all ranks have ended, and write the job's result. Return the status to end this process with."""
+        ended = {self.rank: status, **self._wait_for_other_ranks(status)}
         has_failed = any(_is_error(rank_status) for rank_status in ended.values())
         is_incomplete = status == 0 and len(ended) < self.size
         self.progress.read()
@@ -255,15 +255,15 @@ class JoinedRank:
         else:
             ending = Ending("stopped" if status == STOPPED_CODE else "done", _exit_code(status))
         finish(self.run_dir, ending, self.progress, partial(print, file=sys.stderr), self.owned)
-        self._tell(cause)
+        self._print_cause(cause)
         self.ends.clear()
         self.stalls.clear()
         if self.owned is not None:
             self.owned.release()
         return status if _is_error(status) else ending.exit_code
 
-    def _others(self, status: int) -> dict[int, int]:
-        """Return how the other ranks ended, without those that are waited for no longer.
+    def _wait_for_other_ranks(self, status: int) -> dict[int, int]:
+        """Wait for the other ranks, and return the statuses of those that have ended, by rank.
 
         The wait ends when all have ended or one has failed, and otherwise SETTLE_S after the last reason to wait: this
         rank ended well, no signal has come since, and every missing rank still shows signs of life.
@@ -284,8 +284,8 @@ class JoinedRank:
                 print(f"paceline: rank 0 has ended, and waits for rank {missing}", file=sys.stderr, flush=True)
             time.sleep(_POLL_S)
 
-    def _tell(self, cause: dict[str, Any] | None) -> None:
-        """Print what no rank has printed of itself, and which of several failed first."""
+    def _print_cause(self, cause: dict[str, Any] | None) -> None:
+        """Print a failure that no rank has printed itself, and which of several ranks failed first."""
         if cause is None:
             return
         failures = read_failures(self.run_dir)
@@ -303,10 +303,10 @@ class JoinedRank:
 
 
 def _wake_at_signals() -> int:
-    """Return a descriptor that can be read from after a signal, a child's end too."""
+    """Return a descriptor that becomes readable after a signal, also after the end of a child."""
     wake, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # Python writes to the descriptor for signals with a handler alone
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # Python writes to the descriptor only for signals with a handler
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     return wake
 
@@ -324,7 +324,7 @@ def _is_error(status: int) -> bool:
 def _exit_code(status: int) -> int:
     if status < 0:  # a signal, as shells number it
         return 128 - status
-    return 1 if status == LEFT else status
+    return 1 if status == EXITED_EARLY else status
 
 
 def _end_as(status: int) -> int:

@@ -1,9 +1,11 @@
 """The process that imports torch once and becomes every rank. `python -m paceline.run.rank.forkserver FD`.
 
-It reads its settings from the socket FD, starts the ranks, and says over the socket who has started and
-who has ended and how. A process that ends with exit code 0 before its file does is reported with the status LEFT.
-In a job with parameter servers it starts these too, and again whom it is told to, until it hears that nobody will be
-asked for again. When the supervisor goes, the socket closes and every rank is killed.
+It reads its settings from the socket FD, starts the ranks, and reports over the socket each start and each end with its
+status. A process that ends with exit code 0 before its file does is reported as EXITED_EARLY.
+For a script that makes its process group itself it holds the store of torch's at which the ranks meet, as torchrun's
+agent does.
+In a job with parameter servers it starts these too, and starts each process again that the supervisor names, until it
+hears that no more will be named. When the supervisor goes, the socket closes and every rank is killed.
 """
 
 from __future__ import annotations
@@ -31,10 +33,10 @@ from typing import Any
 
 from paceline.checkpoint.owner import DESCRIPTOR
 from paceline.launch.local import RankSettings
-from paceline.launch.orphans import die_with_parent, kill_group
-from paceline.launch.process_exit import exit_process
+from paceline.launch.process_exit import die_with_parent, exit_process, kill_group
+from paceline.launch.torchrun_variables import AS_TORCHRUN, has_rank, torchrun_variables
 from paceline.nouns import module_names
-from paceline.run.failures import LEFT, SUPERVISED
+from paceline.run.failures import EXITED_EARLY, SUPERVISED
 from paceline.server.transport.credentials import credentials_folder
 
 _NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -42,13 +44,13 @@ _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 @dataclass(slots=True)
 class Pipes:
-    """The descriptors of the fork server itself.
+    """The descriptors that the fork server uses itself.
 
     Attributes:
         control: the socket to the supervisor.
-        wake_read, wake_write: written to by Python at every signal, so that `select` returns.
-        finished_read, finished_write: a rank that has run its file to the end writes its process number there.
-        finished: the numbers read so far.
+        wake_read, wake_write: the pipe to which Python writes at every signal, so that `select` returns.
+        finished_read, finished_write: the pipe to which a rank writes its process number at the end of its file.
+        finished: the process numbers that were read from that pipe so far.
     """
 
     control: socket.socket
@@ -68,11 +70,11 @@ class Pipes:
 
     @property
     def not_for_ranks(self) -> list[int]:
-        """The descriptors that a rank closes after the fork."""
+        """Return the descriptors that a rank closes after the fork."""
         return [self.control.fileno(), self.wake_read, self.wake_write, self.finished_read]
 
     def has_finished(self, pid: int) -> bool:
-        """True if a process that has ended had run its file to the end."""
+        """Return True if a process that has ended had run its file to the end."""
         with contextlib.suppress(BlockingIOError):
             while content := os.read(self.finished_read, 2**16):
                 for (number,) in _NUMBER.iter_unpack(content):
@@ -109,18 +111,35 @@ def main() -> None:
     if not settings.servers:  # with servers each may be started again, and needs its output then
         for output in settings.outputs:
             os.close(output)
-    if settings.rendezvous.listener >= 0:
-        os.close(settings.rendezvous.listener)
+    store = _open_store(settings)  # held until the ranks have ended
     _send(control, {"started": {rank: pid for pid, rank in pids.items()}})
     signal.set_wakeup_fd(pipes.wake_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)  # Python writes to the wakeup pipe only for handled signals
     _watch(pipes, pids, settings)
+    del store
     if pids or settings.servers:  # the supervisor may have been killed; one that lives has no more use for it
         _clear(settings)
 
 
+def _open_store(settings: RankSettings) -> object:
+    """Open the store at which ranks meet by torchrun's variables; None: rank 0, or another host, has the ranks' store.
+
+    It has a thread, so it is opened after the forks. Ranks that come before wait in the listener's queue.
+    """
+    listener = settings.rendezvous.listener
+    if listener < 0:
+        return None
+    if not has_rank(settings.environment):
+        os.close(listener)  # rank 0 has it
+        return None
+    from paceline.comm.process_group import serve_store
+
+    host, _, port = settings.rendezvous.master.rpartition(":")
+    return serve_store(host.strip("[]"), int(port), listener)
+
+
 def preload(modules: list[str]) -> None:
-    """Import torch and what the workload file imports; a module that fails will fail, and be told, in the ranks."""
+    """Import torch and the workload file's imports; a module that fails here fails, and is reported, in the ranks."""
     gc.disable()  # collections would take a sixth of the time in which torch is imported (measured)
     _import(["torch.utils.data", module_names.JOB, module_names.WORKER])
     # What is imported lives on; frozen, no collection in a rank visits it, which would write to each object's header:
@@ -142,7 +161,6 @@ def _import(modules: list[str]) -> None:
 def environment_of(rank: int, settings: RankSettings) -> dict[str, str]:
     """Return the environment variables that tell a rank its place in the job."""
     host_ranks = settings.host_ranks
-    rendezvous = settings.rendezvous
     environment = {
         **settings.environment,
         "PACELINE_RANK": str(rank),
@@ -154,16 +172,8 @@ def environment_of(rank: int, settings: RankSettings) -> dict[str, str]:
         "PACELINE_RUN_DIR": settings.run_dir,
         SUPERVISED: "1",
     }
-    for name in ("PACELINE_RENDEZVOUS", "PACELINE_MASTER"):
-        environment[name] = ""  # unset: another launcher around this one may have set it
-    if rendezvous.file:
-        environment["PACELINE_RENDEZVOUS"] = rendezvous.file
-    if rendezvous.master:
-        environment["PACELINE_MASTER"] = rendezvous.master
-    if rendezvous.interface:
-        environment["PACELINE_INTERFACE"] = rendezvous.interface
-    if rendezvous.listener >= 0 and rank == 0:
-        environment["PACELINE_LISTENER"] = str(rendezvous.listener)
+    environment.update(_meeting(rank, settings))
+    rendezvous = settings.rendezvous
     if settings.servers:
         on_this_host = f"unix:{Path(settings.private) / 'coordinator'}"
         environment["PACELINE_COORDINATOR"] = rendezvous.coordinator or on_this_host
@@ -175,6 +185,20 @@ def environment_of(rank: int, settings: RankSettings) -> dict[str, str]:
     if settings.run_lock >= 0:
         environment[DESCRIPTOR] = str(settings.run_lock)
     return environment
+
+
+def _meeting(rank: int, settings: RankSettings) -> dict[str, str]:
+    """Return the variables that tell a rank where the ranks meet."""
+    rendezvous = settings.rendezvous
+    # Both are unset where they are "": another launcher around this one may have set them.
+    variables = {"PACELINE_RENDEZVOUS": rendezvous.file, "PACELINE_MASTER": rendezvous.master}
+    if rendezvous.interface:
+        variables["PACELINE_INTERFACE"] = rendezvous.interface
+    if has_rank(settings.environment):
+        return {**variables, "PACELINE_MASTER": "", **torchrun_variables(rank, settings)}
+    if rendezvous.listener >= 0 and rank == 0:
+        variables["PACELINE_LISTENER"] = str(rendezvous.listener)
+    return variables
 
 
 def _start(rank: int, settings: RankSettings, pipes: Pipes, more: Mapping[str, str] = _NOTHING) -> int:
@@ -250,7 +274,7 @@ def _become_rank(
         os.close(in_session)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        if settings.rendezvous.listener >= 0 and rank != 0:
+        if settings.rendezvous.listener >= 0 and "PACELINE_LISTENER" not in environment:
             close = [*close, settings.rendezvous.listener]
         for descriptor in {*close, *settings.outputs}:
             os.close(descriptor)
@@ -286,7 +310,7 @@ def _be_rank(settings: RankSettings) -> int:
 
 
 def tell_finished(finished_write: int) -> None:
-    """Say that this process has run its file to the end."""
+    """Write to the pipe that this process has run its file to the end."""
     os.write(finished_write, _NUMBER.pack(os.getpid()))
 
 
@@ -297,7 +321,7 @@ def keep_temporary_files_in(private: str) -> None:
 
 
 def be_server(is_coordinator: bool, private: str, coordinator: str, address: str) -> int:
-    """Be a parameter server, or their coordinator: see `run/rank/server_process.py`."""
+    """Run a parameter server, or their coordinator: see `run/rank/server_process.py`."""
     from paceline.run.rank.server_process import run_coordinator, run_server
 
     if is_coordinator:
@@ -312,14 +336,14 @@ def _clear(settings: RankSettings) -> None:
 
 
 def _is_gone(control: socket.socket) -> bool:
-    """True if the supervisor ended while torch was being imported: seconds in which nobody reads the socket."""
+    """Return True if the supervisor ended while torch was imported: seconds in which nobody reads the socket."""
     readable, _, _ = select.select([control.fileno()], [], [], 0)
     return bool(readable)  # before ranks have been started the supervisor says nothing: it is the socket's end
 
 
 def _watch(pipes: Pipes, pids: dict[int, int], settings: RankSettings) -> None:
-    """Report ranks that end, and start those anew that the supervisor names, until it goes or no rank is left."""
-    rest = b""
+    """Report ranks that end, and start those anew that the supervisor names, until it goes or all ranks have ended."""
+    unfinished_line = b""
     control = pipes.control
     wake_read = pipes.wake_read
     while True:
@@ -339,14 +363,14 @@ def _watch(pipes: Pipes, pids: dict[int, int], settings: RankSettings) -> None:
             for pid in pids:
                 kill_group(pid)
             return
-        *lines, rest = (rest + content).split(b"\n")
+        *lines, unfinished_line = (unfinished_line + content).split(b"\n")
         for line in lines:
             _start_again(json.loads(line)["restart"], pipes, pids, settings)
 
 
 def _start_again(rank: int, pipes: Pipes, pids: dict[int, int], settings: RankSettings) -> None:
     signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # what is forked must not have these
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # forked processes must not have these
     pid = _start(rank, settings, pipes, {"PACELINE_TAKES_OVER": "1"})
     pids[pid] = rank
     signal.set_wakeup_fd(pipes.wake_write, warn_on_full_buffer=False)
@@ -365,8 +389,9 @@ def _reap(pipes: Pipes, pids: dict[int, int], settings: RankSettings) -> None:
             code = os.waitstatus_to_exitcode(status)
             # A server in an interpreter of its own has no pipe to say that it finished.
             can_tell = settings.is_forking or not _is_server(pids[pid], settings)
-            if code == 0 and can_tell and not pipes.has_finished(pid):
-                code = LEFT
+            is_plain = AS_TORCHRUN in settings.environment  # a script of torch's may end by os._exit(0)
+            if code == 0 and can_tell and not is_plain and not pipes.has_finished(pid):
+                code = EXITED_EARLY
             if code != 0:
                 kill_group(pid)
             _send(pipes.control, {"ended": pids.pop(pid), "status": code})

@@ -10,23 +10,24 @@ from typing import NoReturn
 
 from paceline.checkpoint.owner import keep_lock
 from paceline.comm import api
-from paceline.launch.orphans import die_with_parent
-from paceline.launch.process_exit import exit_process
+from paceline.launch.process_exit import die_with_parent, exit_process
 from paceline.nouns.errors import PacelineError
 from paceline.nouns.reading import read_text
 from paceline.run.plain_values import RETURNED, check_value, write_value
 from paceline.run.rank.watchdog import begin_watching
 from paceline.run.rank.worker import failed
-from paceline.run.sent_function import Sent, name_of
-from paceline.train import job as jobs
-from paceline.train.events import FOLDER
+from paceline.run.sent_function import SentFunction, name_of
+from paceline.train import open_jobs as jobs
+from paceline.train.base_job import Stopped
+from paceline.train.compiler_import import defer_compiler_import
+from paceline.train.event_log import FOLDER
 
 
 def run_function(descriptor: int) -> int:
     """Call the function, and return this process's exit code.
 
     Args:
-        descriptor: from which it is read.
+        descriptor: the file descriptor from which the function is read.
     """
     keep_lock(os.environ)
     run_dir = Path(os.environ["PACELINE_RUN_DIR"])
@@ -44,17 +45,18 @@ def run_function(descriptor: int) -> int:
 
 
 def _call(descriptor: int, run_dir: Path) -> None:
-    sent = Sent.read(descriptor)
+    sent = SentFunction.read(descriptor)
     os.close(descriptor)
     if not sent.is_kept:
         # A job without a run directory writes no checkpoint. Its plan and its events have their places all the same.
         os.environ["PACELINE_PLAN"] = read_text(run_dir / "plan.json")
         os.environ[FOLDER] = os.environ.pop("PACELINE_RUN_DIR")
+    defer_compiler_import()  # before the function makes an optimizer
     function, arguments = sent.load()
     sys.argv = [name_of(function)]
     try:
         value = function(*arguments)
-    except jobs.Stopped:
+    except Stopped:
         return
     check_value(value, name_of(function))  # while its job is open: after an error its last step is saved
     jobs.close_open_jobs()  # writes the last checkpoint, so a rank that can't has failed
@@ -72,7 +74,7 @@ def _without_our_frames(error: BaseException) -> BaseException:
 
 
 def main() -> NoReturn:
-    """Be a rank where forking is unsafe, and the fork server starts fresh interpreters."""
+    """Run a rank where forking is unsafe, and the fork server starts fresh interpreters."""
     from paceline.run.rank.forkserver import tell_finished
 
     die_with_parent()

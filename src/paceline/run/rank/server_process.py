@@ -23,16 +23,16 @@ from paceline.server.transport.address import UNIX, Address, Credentials
 from paceline.server.transport.credentials import credentials_folder
 from paceline.train.compiler_import import defer_compiler_import
 
-RETURNS_S = 20.0  # for the worker that the supervisor starts in a lost one's place
+RETURNS_S = 20.0  # the time for the worker that the supervisor starts in a lost one's place
 
 
 def run_server(private: Path, coordinator: str = "", host_address: str = "") -> int:
-    """Be a server.
+    """Run a parameter server in this process.
 
     Args:
-        private: a folder that only this user can enter: sockets, and credentials for what leaves the host.
-        coordinator: HOST:PORT, in a job of several hosts; "": a socket in `private`.
-        host_address: this host's address, in a job of several.
+        private: a folder that only this user can enter, with sockets and the credentials for other hosts.
+        coordinator: the address HOST:PORT in a job of several hosts; "": a socket in `private`.
+        host_address: the address of this host, in a job of several hosts.
 
     Returns:
         The exit code.
@@ -47,7 +47,7 @@ def run_server(private: Path, coordinator: str = "", host_address: str = "") -> 
 
 
 def run_coordinator(private: Path, coordinator: str = "") -> int:
-    """Be the coordinator, and return the exit code. Arguments as `run_server` has them."""
+    """Run the coordinator in this process, and return the exit code. Arguments as `run_server` has them."""
     run_dir = Path(os.environ["PACELINE_RUN_DIR"])
     job = JobSettings.of(Plan.read(run_dir / "plan.json"))
     at = Address.parse(coordinator or coordinator_address(private))
@@ -61,7 +61,7 @@ def _credentials(private: Path, role: str) -> Credentials:
 
 
 async def _coordinate(at: Address, job: JobSettings, log: Path, run_dir: Path, credentials: Credentials | None) -> None:
-    await Coordination(at, job, log, _teller(run_dir), RETURNS_S, credentials).run()
+    await Coordination(at, job, log, _event_writer(run_dir), RETURNS_S, credentials).run()
 
 
 def _exit_code(work: Coroutine[Any, Any, None]) -> int:
@@ -77,26 +77,26 @@ def _exit_code(work: Coroutine[Any, Any, None]) -> int:
 
 
 def coordinator_address(private: Path) -> str:
-    """Return where the coordinator of a job on this host listens."""
+    """Return the address of the coordinator of a job on this host."""
     return f"{UNIX}{private / 'coordinator'}"
 
 
-def _teller(run_dir: Path) -> Callable[[dict[str, Any]], None]:
+def _event_writer(run_dir: Path) -> Callable[[dict[str, Any]], None]:
     path = run_dir / "servers.jsonl"
-    is_told = False
+    is_reported = False
 
-    def tell(event: dict[str, Any]) -> None:
-        nonlocal is_told
+    def write_event(event: dict[str, Any]) -> None:
+        nonlocal is_reported
         try:
             with open(
                 path, "ab", buffering=0, opener=regular
             ) as file:  # unbuffered: a line that did not fit is not written later
                 file.write(json.dumps({"at": time.time_ns() // 10**6 / 1e3, **event}).encode() + b"\n")
         except OSError as error:
-            if not is_told:
+            if not is_reported:
                 print(
                     f"paceline: {path} can't be written ({error.strerror}); events are missing there", file=sys.stderr
                 )
-            is_told = True
+            is_reported = True
 
-    return tell
+    return write_event

@@ -1,6 +1,6 @@
 """The process that imports torch once, and forks others: `python -m paceline.run.rank.template FD MODULE...`.
 
-See `launch/template.py`. It ends when the socket FD closes.
+See `launch/process_template.py`. It ends when the socket FD closes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from paceline.launch.orphans import die_with_parent
-from paceline.launch.template import LENGTH, MOST_DESCRIPTORS
+from paceline.launch.process_exit import die_with_parent
+from paceline.launch.process_template import LENGTH, MOST_DESCRIPTORS
 from paceline.run.rank.forkserver import preload
 
-_ABOVE = 256  # of descriptors: received ones are put there first, so that no target is one of them
+_ABOVE = 256  # the least number of a descriptor's copy: received ones are moved there, so that no target is one of them
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
-"""Watch a rank from a thread of its own: when it makes no progress, write down where it stands.
+"""Watch a rank from a thread of its own: when it makes no progress, write down its position in the code.
 
 Progress is a finished step or the begin of a collective. After a quarter of the notice time without progress (of the
 default's, if that is shorter), the thread writes `stalls/RANK.json` in the run directory, and again from time to time;
 with the next progress it removes the file. The supervisor reads these files: see `run/supervise/stalls.py`. Nothing is
-ended here. The thread also answers `paceline why`: see `run/asked.py`.
+ended here. The thread also answers `paceline why`: see `run/read/standing.py`.
 
 Stacks come from `faulthandler`, which prints them without holding a frame: a frame that is held keeps its tensors
 alive, and a graph that is being captured notices that.
@@ -30,26 +30,27 @@ import psutil
 import paceline
 from paceline.comm import api
 from paceline.comm.step_times import TIMES
-from paceline.nouns.reading import parse_whole
-from paceline.run.asked import poll_s, questions_in
-from paceline.run.supervise.stalls import AT_START, DEFAULT_S, FOLDER, notice_time
-from paceline.train import job as jobs
+from paceline.nouns.reading import parse_whole, write_whole
+from paceline.run.read.standing import STALLS, poll_s, questions_in
+from paceline.run.supervise.stalls import AT_START, DEFAULT_S, notice_time
+from paceline.train import open_jobs as jobs
 
-_FIRST = 0.25  # of `pace_s`: the first report of a rank
+_FIRST = 0.25  # the share of `pace_s` after which a rank reports first
 _POLLS = 24  # looks in `pace_s`: six before the first report
 _SEEN_S = 0.2
 _SAMPLES = 10
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 _PACELINE = str(Path(paceline.__file__).parent) + os.sep
-_JOB = f"{_PACELINE}train{os.sep}job.py"
+_STEP_IN = f"{_PACELINE}train{os.sep}job.py"
+_CLOSE_IN = f"{_PACELINE}train{os.sep}base_job.py"
 _COLLECTIVES = {
     "all_reduce", "all_gather", "all_gather_along", "broadcast", "reduce_scatter", "reduce_scatter_list", "all_to_all",
     "barrier", "receive", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "recv", "send",
     "reduce",
 }  # fmt: skip
 
-_WAITS = {  # the files of `comm/` that wait (their stems), and in what; the outermost on the stack names it
+_WAITS = {  # the files of `comm/` that wait (their stems), and the names of their waits
     "shared_memory": "all_reduce",
     "reducer": "all_reduce",
     "collectives": "a collective",
@@ -62,18 +63,18 @@ class Watchdog:
     """The thread that watches one rank.
 
     Args:
-        run_dir: of the job.
-        rank: this process's.
-        notice_s: seconds without progress after which people are told. With 0 nobody is told, but the files are
+        run_dir: the run directory of the job.
+        rank: the rank of this process.
+        notice_s: the seconds without progress after which the user is told. With 0 nobody is told, but the files are
             written: by them the supervisor finds a rank that left the job while others wait for it.
-        ranks: how many the job has.
+        ranks: the number of ranks of the job.
     """
 
     def __init__(self, run_dir: Path, rank: int, notice_s: float, ranks: int = 1) -> None:
         self.run_dir = run_dir
-        self.folder = run_dir / FOLDER
+        self.folder = run_dir / STALLS
         self.rank = rank
-        self.answered: set[str] = set()  # the questions' names
+        self.answered: set[str] = set()  # the names of the questions that were answered
         self.asked_s = poll_s(ranks)
         self.pace_s = min(notice_s or DEFAULT_S, DEFAULT_S)
         self.path = self.folder / f"{rank}.json"
@@ -122,7 +123,7 @@ class Watchdog:
 
         Args:
             before: the progress at the last look.
-            since_s, cpu_s: when it was seen first, and the seconds of the processor that were used up to then.
+            since_s, cpu_s: the time when that progress was first seen, and the CPU seconds that were used up to then.
         """
         questions = [path for path in questions_in(self.run_dir) if path.name not in self.answered]
         if not questions:
@@ -157,10 +158,8 @@ class Watchdog:
         return True
 
     def _put(self, report: dict[str, Any], folder: Path) -> None:
-        draft = folder / f".{self.rank}.draft"  # renamed: nobody ever reads half a report
         with contextlib.suppress(OSError):
-            draft.write_text(json.dumps(report, indent=1))
-            draft.replace(folder / f"{self.rank}.json")
+            write_whole(folder / f"{self.rank}.json", json.dumps(report, indent=1))
 
 
 def begin_watching(environment: Mapping[str, str], run_dir: Path) -> Watchdog:
@@ -187,7 +186,7 @@ def progress() -> tuple[int, int]:
 
 
 def _of_process() -> dict[str, Any]:
-    """Return what is known of this process beside its stacks: where it runs, on how many cores, its children."""
+    """Return the host, the usable cores and the child processes of this process, for an answer."""
     process = psutil.Process()
     children = []
     for child in process.children():
@@ -198,7 +197,7 @@ def _of_process() -> dict[str, Any]:
 
 
 def thread_state(identifier: int | None) -> str:
-    """Return the kernel's letter for what a thread of this process does, such as R or S; "" where nobody knows."""
+    """Return the kernel's letter for the state of a thread of this process, such as R or S; "" where nobody knows."""
     try:
         content = Path(f"/proc/self/task/{identifier}/stat").read_text(errors="replace")
     except OSError:
@@ -214,10 +213,10 @@ def _calls(ledger: Any) -> int:
 
 
 def standing() -> dict[str, Any]:
-    """Return where this process stands: its step, its main thread's frames, innermost first, and what it waits in."""
+    """Return the position of this process: its step, its frames, innermost first, and the call that it waits in."""
     threads = stacks()
     frames = threads.get(threading.main_thread().ident or 0, [])
-    # The innermost line of the user's own code is what people can act on.
+    # The innermost line of the user's own code is what users can act on.
     line = function = source = None
     for file, number, name in frames:
         if _is_user_code(file):
@@ -230,8 +229,8 @@ def standing() -> dict[str, Any]:
         "step": jobs.current_step(),
         "steps_done": jobs.steps_done(),
         "waits_in": waits_in(frames),
-        "is_in_step": ("step", _JOB) in functions,
-        "is_closing": ("close", _JOB) in functions,
+        "is_in_step": ("step", _STEP_IN) in functions,
+        "is_closing": ("close", _CLOSE_IN) in functions,
         "line": line,
         "source": source,
         "function": function,
@@ -264,16 +263,16 @@ def _scratch_file() -> IO[bytes]:
 
 
 def waits_in(frames: list[Frame]) -> str | None:
-    """Return the collective that a thread waits in, or what else it waits for; None: nothing that is known of.
+    """Return the collective that a thread waits in, or another known wait; None: no known wait.
 
     Only the innermost frames count: a thread may also compute, or import modules, on behalf of a collective.
     """
-    inside: list[str] = []  # of `comm/`
+    inside: list[str] = []  # the files of `comm/` that the thread is in
     for file, _, name in frames:
         stem = Path(file).stem
         if stem == "distributed_c10d" and name in _COLLECTIVES:
             return name
-        if stem in ("distributed_c10d", "c10d_logger", "threading"):  # wrappers around what waits
+        if stem in ("distributed_c10d", "c10d_logger", "threading"):  # wrappers around the call that waits
             continue
         if not file.startswith(f"{_PACELINE}comm{os.sep}") or stem not in _WAITS:
             return _of_comm(inside) or _otherwise(file, name)
@@ -284,12 +283,12 @@ def waits_in(frames: list[Frame]) -> str | None:
 
 
 def _of_comm(stems: list[str]) -> str | None:
-    """Return what files of `comm/`, innermost first, wait for: the outermost says it."""
+    """Return the wait of frames in files of `comm/`, innermost first: the outermost file names it."""
     return _WAITS[stems[-1]] if stems else None
 
 
 def _otherwise(file: str, name: str) -> str | None:
-    """Return what else a thread may wait for, by its innermost frame outside Python's threading."""
+    """Return a wait beside collectives, by a thread's innermost frame outside Python's threading; None: none known."""
     if file.startswith(f"{_PACELINE}server{os.sep}"):
         return "an answer of the parameter servers"
     if file == f"{_PACELINE}checkpoint{os.sep}save.py" and name == "wait":
@@ -300,7 +299,7 @@ def _otherwise(file: str, name: str) -> str | None:
 
 
 def _is_user_code(file: str) -> bool:
-    """True if a source file is the user's own."""
+    """Return True if a source file is the user's own."""
     is_library = "site-packages" in file or f"{os.sep}lib{os.sep}python" in file
     is_paceline_or_no_file = file.startswith((_PACELINE, "<"))  # such as <string> and <frozen runpy>
     return not is_library and not is_paceline_or_no_file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -14,25 +15,29 @@ from typing import Any, NoReturn
 
 from paceline.checkpoint.owner import RunTakenError, keep_lock
 from paceline.comm import api
-from paceline.launch.orphans import die_with_parent
-from paceline.launch.process_exit import exit_process
+from paceline.launch.process_exit import die_with_parent, exit_process
+from paceline.launch.torchrun_variables import ALONE, AS_TORCHRUN, WITH_VARIABLES
+from paceline.nouns import module_names
 from paceline.nouns.errors import MEETS_NOT, DataError, PacelineError, PeerLostError, UsageError, WorkloadError
 from paceline.nouns.own_errors import own_line
-from paceline.nouns.user_program import UserProgram
-from paceline.rendezvous.rank_variables import PROCESS
+from paceline.nouns.reading import write_whole
+from paceline.nouns.user_program import HOROVOD, UserProgram
+from paceline.rendezvous.launcher_env import PROCESS
 from paceline.run.failures import SUPERVISED, UNWRITTEN
 from paceline.run.rank.watchdog import begin_watching
-from paceline.train import job as jobs
-from paceline.train import loop
+from paceline.train import open_jobs as jobs
+from paceline.train.base_job import Stopped
+from paceline.train.compiler_import import defer_compiler_import
 from paceline.train.first_step import end_alone, leave_out_unended
+from paceline.train.job import train_workload
 from paceline.train.prepare import check_owner
 
-# What torchrun's variables are here, and torch's words about a process group that there is not.
+# The advice for torchrun's variables, and the beginnings of torch's messages about a missing process group.
 _OF_TORCHRUN = {
     **{name: f"write PACELINE_{name}" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")},
     **dict.fromkeys(("MASTER_ADDR", "MASTER_PORT"), "leave it out; the ranks find each other without it"),
 }
-_OURS = f"{Path(__file__).parents[2]}{os.sep}"
+_PACKAGE = f"{Path(__file__).parents[2]}{os.sep}"
 _OF_PROCESS_GROUP = (
     "Default process group has not been initialized",
     "Error initializing torch.distributed using env://",
@@ -43,10 +48,13 @@ def run_rank(script: str, arguments: list[str], stopped_code: int = 0) -> int:
     """Run `script` as `__main__`, and return the exit code. A file that only declares `workload` gets the plain loop.
 
     Args:
-        script, arguments: the user's.
+        script, arguments: the path of the user's file, and its arguments.
         stopped_code: the exit code of a job that was asked to stop, and has been saved before its end.
     """
     keep_lock(os.environ)
+    as_torchrun = os.environ.pop(AS_TORCHRUN, "")  # processes that the file starts are other programs
+    if as_torchrun:
+        return _run_plain(script, arguments, as_torchrun)
     run_dir = os.environ.get("PACELINE_RUN_DIR")
     try:
         watchdog = begin_watching(os.environ, Path(run_dir)) if run_dir else None
@@ -59,9 +67,38 @@ def run_rank(script: str, arguments: list[str], stopped_code: int = 0) -> int:
             watchdog.stop()
 
 
+def _run_plain(script: str, arguments: list[str], as_torchrun: str) -> int:
+    """Run a script that distributes its training without Paceline, as torchrun does, and return the exit code.
+
+    Args:
+        script, arguments: the path of the user's file, and its arguments.
+        as_torchrun: the value of AS_TORCHRUN.
+    """
+    program = UserProgram.of_this_process(script)
+    program.enter([*_rank_option(arguments, as_torchrun), *arguments])
+    os.environ[PROCESS] = str(os.getpid())
+    try:
+        program.run()
+    except BaseException as error:
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            return 0
+        return failed(error, is_plain=True)
+    return 0
+
+
+def _rank_option(arguments: list[str], as_torchrun: str) -> list[str]:
+    """Return the option for the local rank, as torch.distributed.launch hands it over, unless the user has given it."""
+    if as_torchrun in (WITH_VARIABLES, ALONE) or any(word.startswith(as_torchrun) for word in arguments):
+        return []
+    return [f"{as_torchrun}={os.environ['LOCAL_RANK']}"]
+
+
 def _run_to_end(script: str, arguments: list[str], stopped_code: int) -> int:
     program = UserProgram.of_this_process(script)
     program.enter(arguments)
+    if HOROVOD in os.environ:
+        importlib.import_module(module_names.HOROVOD_ALIAS).install()
+    defer_compiler_import()  # before the file makes an optimizer
     os.environ[PROCESS] = str(os.getpid())  # processes that the file starts have it, and are others
     try:
         was_stopped = _run_file(program)
@@ -75,12 +112,12 @@ def _run_to_end(script: str, arguments: list[str], stopped_code: int) -> int:
 
 
 def _run_file(program: UserProgram) -> bool:
-    """Run a program, and the plain loop where it made no job. True if the job was asked to stop."""
+    """Run a program, and the plain loop where it made no job. Return True if the job was asked to stop."""
     try:
         names = program.run()
         if not jobs.was_any_made():
-            loop.train(_workload(program.script, names))
-    except jobs.Stopped:
+            train_workload(_workload(program.script, names))
+    except Stopped:
         return True
     except SystemExit as exit_:
         if exit_.code not in (None, 0):  # sys.exit() and sys.exit(0) are an end like any other
@@ -94,47 +131,47 @@ def _workload(script: str, names: dict[str, Any]) -> Any:
     workload = names.get("workload")
     if isinstance(workload, Workload):
         return workload
-    if api.is_initialized():
-        return None  # it used the MPI words alone
+    if api.is_initialized() or HOROVOD in os.environ:
+        return None  # it used only the MPI-style functions, or Horovod's names
     found = [name for name, value in names.items() if isinstance(value, Workload)]
-    others = f"; its Workload is named {found[0]}" if found else ""
+    other_name = f"; its Workload is named {found[0]}" if found else ""
     raise WorkloadError(
         f"{script} should train something",
-        f"it made no job and has no variable `workload`{others}",
+        f"it made no job and has no variable `workload`{other_name}",
         "declare workload = paceline.Workload(...), or call paceline.distribute with it in a loop of your own, which "
         "stands outside of functions that nobody calls",
     )
 
 
-def failed(error: BaseException, run_dir: Path | None = None) -> int:
-    """Write what happened to `failures/RANK.json`, where the supervisor looks, and return the exit code.
+def failed(error: BaseException, run_dir: Path | None = None, is_plain: bool = False) -> int:
+    """Write a failure to `failures/RANK.json`, where the supervisor looks, and return the exit code.
 
     Args:
-        error: what happened.
-        run_dir: where; None: the run directory of this rank's variables.
+        error: the exception that ended the rank.
+        run_dir: the run directory to write to; None: the one that this rank's variables name.
+        is_plain: True for a script that distributes its training without Paceline: our advice is none for it.
     """
     end_alone(error)
     leave_out_unended()
-    error = _explained(error)
+    if not is_plain:
+        error = _explained(error)
     job = jobs.newest()
     if job is not None:
         job.times_file.flush()  # the steps before the failure
     rank = int(os.environ.get("PACELINE_RANK", "0"))
     failure = _failure(error, rank)
     folder = Path(run_dir or os.environ["PACELINE_RUN_DIR"], "failures")
-    draft = folder / f".{rank}.draft"  # renamed when complete: the supervisor may read at any moment
     try:
         check_owner(os.environ)  # a failure of this job is none of another's
         folder.mkdir(exist_ok=True)
-        draft.write_text(json.dumps(failure))
-        draft.rename(folder / f"{rank}.json")
+        write_whole(folder / f"{rank}.json", json.dumps(failure))
     except (OSError, RunTakenError) as reason:
         # A full disk must not swallow the cause: it goes where the rank's output goes, where a supervisor reads it.
         text = str(failure["traceback"])
         if isinstance(error, PacelineError):
             text = f"{error}\n"
-        why = reason.found if isinstance(reason, RunTakenError) else reason.strerror
-        text += f"paceline: this could not be written to {folder} ({why})"
+        reason_text = reason.found if isinstance(reason, RunTakenError) else reason.strerror
+        text += f"paceline: this could not be written to {folder} ({reason_text})"
         if SUPERVISED in os.environ:
             text = f"{UNWRITTEN}{json.dumps(failure)}"
         print(text, file=sys.stderr, flush=True)
@@ -143,7 +180,7 @@ def failed(error: BaseException, run_dir: Path | None = None) -> int:
 
 
 def _failure(error: BaseException, rank: int) -> dict[str, Any]:
-    """Return what is written down of an error; `run/failures.py` reads it."""
+    """Return the record of an error in the form that `run/failures.py` reads."""
     failure: dict[str, Any] = {
         "rank": rank,
         "step": None,
@@ -180,15 +217,21 @@ def _failure(error: BaseException, rank: int) -> dict[str, Any]:
 
 
 def _explained(error: BaseException) -> BaseException:
-    """Return an error that says what to do, where that is known; else `error` itself.
+    """Return an error with advice to the user, where that is known; else `error` itself.
 
     Of a process of a data loader that has died torch raises its own, wherever the main thread stands
     (torch/utils/data/_utils/signal_handling.py).
     """
     text = str(error)
-    other = _of_another_launcher(error, text)
-    if other is not None:
-        return other.at(step=jobs.current_step()).with_traceback(error.__traceback__)
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "horovod":
+        found = f"there is no module {error.name}"
+        fix = (
+            "start the file by `paceline horovodrun -np 2 python FILE`, which has Horovod's names; see docs/horovod.md"
+        )
+        return UsageError("the file imports horovod", found, fix).with_traceback(error.__traceback__)
+    better_known = _of_another_launcher(error, text)
+    if better_known is not None:
+        return better_known.at(step=jobs.current_step()).with_traceback(error.__traceback__)
     if not isinstance(error, RuntimeError) or not text.startswith("DataLoader worker (pid"):
         return error
     explained = DataError(
@@ -200,7 +243,7 @@ def _explained(error: BaseException) -> BaseException:
 
 
 def _of_another_launcher(error: BaseException, text: str) -> PacelineError | None:
-    """Return the error of a file that asks torch.distributed, or the variables of torchrun, for its rank."""
+    """Return the error of a file that asks torch.distributed, or the variables of torchrun, for its rank; else None."""
     if isinstance(error, KeyError) and error.args and error.args[0] in _OF_TORCHRUN:
         name = error.args[0]
         return UsageError(f"the file reads the variable {name}", "this launcher does not set it", _OF_TORCHRUN[name])
@@ -219,27 +262,27 @@ def _shown(error: BaseException) -> str:
     trace = traceback.TracebackException.from_exception(error)
     if not own_line(error):
         waiting = [trace]
-        for each in waiting:  # it grows
-            frames = [frame for frame in each.stack if not _is_between(frame.filename)]
-            each.stack[:] = frames or each.stack
-            waiting += [other for other in (each.__cause__, each.__context__) if other is not None]
+        for exception in waiting:  # it grows
+            frames = [frame for frame in exception.stack if not _is_between(frame.filename)]
+            exception.stack[:] = frames or exception.stack
+            waiting += [linked for linked in (exception.__cause__, exception.__context__) if linked is not None]
     return "".join(trace.format())
 
 
 def _is_between(file: str) -> bool:
-    """True for a file of Paceline, and for Python's own that runs the user's for it."""
-    return file.startswith((_OURS, "<frozen runpy>"))
+    """Return True for a file of Paceline, and for Python's own that runs the user's for it."""
+    return file.startswith((_PACKAGE, "<frozen runpy>"))
 
 
 def _is_user_code(file: str) -> bool:
-    """True for a file that is neither installed, nor Paceline's, nor of Python's own library, as copy.py."""
+    """Return True for a file that is neither installed, nor Paceline's, nor of Python's own library, as copy.py."""
     if "site-packages" in file or f"{os.sep}paceline{os.sep}" in file or file.startswith("<"):
         return False
     return not file.startswith(sysconfig.get_path("stdlib") + os.sep)
 
 
 def main() -> NoReturn:
-    """Be a rank where forking is unsafe, and the fork server starts fresh interpreters."""
+    """Run a rank where forking is unsafe, and the fork server starts fresh interpreters."""
     from paceline.run.rank.forkserver import tell_finished
 
     die_with_parent()

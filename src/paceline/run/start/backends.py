@@ -1,4 +1,4 @@
-"""Start a job's ranks on other hosts, under mpirun or Ray: check that it can be, show what is sent, send it."""
+"""Start a job's ranks on other hosts, under mpirun or Ray: check that it can be done, show the commands, run them."""
 
 from __future__ import annotations
 
@@ -10,30 +10,32 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paceline.checkpoint.manifest import list_checkpoints
-from paceline.launch.command import RankCommand, export_lines, quoted, shown
+from paceline.checkpoint.owner import Ownership
 from paceline.launch.mpi import Mpirun, find_mpirun, mpi_command, mpirun_to_show
 from paceline.launch.rank_assignment import HostRanks, Rendezvous, seat, with_servers
+from paceline.launch.rank_command import RankCommand, export_lines, quoted, shown
 from paceline.launch.ray import RayJob, ray_job
 from paceline.launch.ssh import check_ssh
+from paceline.launch.workload_file import WorkloadFile
 from paceline.nouns import module_names
 from paceline.nouns.errors import UsageError
 from paceline.nouns.options import check_torchao
 from paceline.nouns.plan import Plan
 from paceline.run.failures import SUPERVISED
 from paceline.run.request import RunRequest
-from paceline.run.start.servers import check_server_credentials, check_servers
+from paceline.run.start.start_servers import check_server_credentials, check_servers
 from paceline.run.supervise.command_backend import STOP, CommandBackend
-from paceline.run.supervise.fleet import FleetOptions, agent_command, agent_request, open_posts
-from paceline.run.supervise.restart_policy import Replaced
+from paceline.run.supervise.host_agents import FleetOptions, agent_command, agent_request, open_posts
 from paceline.run.supervise.restarts import VARIABLE as RESTART
 from paceline.run.supervise.stalls import VARIABLE as STALL_NOTICE
-from paceline.run.supervise.supervisor import HostAssignment
+from paceline.run.supervise.supervise_servers import Replaced
+from paceline.run.supervise.supervisor import HostAssignment, JobRequest
 
-_PORTS = range(20000, 40000)  # for rank 0's store under somebody else's mpirun; below the kernel's own
+_PORTS = range(20000, 40000)  # ports for rank 0's store under another's mpirun; below the kernel's own
 
 
 def check_hosts(request: RunRequest, plan: Plan, notice: Callable[[str], None]) -> None:
-    """Raise UsageError unless what is said of hosts fits the place and the plan."""
+    """Raise UsageError unless the request's hosts fit the place and the plan."""
     shape = request.shape
     if shape is not None and shape.nodes > 1 and not request.hosts and request.place in ("local", "mpi"):
         raise UsageError(
@@ -47,7 +49,7 @@ def check_hosts(request: RunRequest, plan: Plan, notice: Callable[[str], None]) 
 
 
 def check_programs(request: RunRequest, plan: Plan) -> None:
-    """Raise UsageError, before anything is written, where what is to be called is not there or would refuse."""
+    """Raise UsageError, before anything is written, where a program or package is missing or would refuse."""
     if plan.optimizer_states != "full":
         check_torchao("optimizer_states", plan.optimizer_states)
     if plan.float8 != "off":
@@ -62,14 +64,29 @@ def check_programs(request: RunRequest, plan: Plan) -> None:
         raise UsageError("--on ray", "the package ray is not installed", "pip install 'paceline[ray]'")
 
 
+def job_of(request: RunRequest, plan: Plan, file: WorkloadFile, folder: Path, owned: Ownership | None) -> JobRequest:
+    """Return the job of a request, without its hosts, their environment and the checkpoint to go on from."""
+    return JobRequest(
+        file.path,
+        request.arguments,
+        plan.world_size,
+        folder,
+        preload=file.imports,
+        grace_s=request.grace_s,
+        stall_notice_s=request.stall_notice_s,
+        stall_timeout_s=request.stall_timeout_s,
+        owned=owned,
+    )
+
+
 def assignments_of(
     request: RunRequest, plan: Plan, run_dir: Path, file: Path, restart: int = 0
 ) -> list[HostAssignment]:
-    """Return the hosts of the job, ready to start ranks; none: this host alone.
+    """Return the hosts of the job, ready to start ranks; none: only this host.
 
     Args:
-        request, plan, run_dir, file: of the job.
-        restart: its number, from 1; 0: the first try.
+        request, plan, run_dir, file: the job's request, plan, run directory and workload file.
+        restart: the number of the restart, from 1; 0: the first try.
 
     Raises:
         UsageError: a host is not ready, or there is no such program.
@@ -88,7 +105,7 @@ def assignments_of(
 
 
 def fleet_options(request: RunRequest) -> FleetOptions:
-    """Return how other hosts are reached."""
+    """Return the options by which other hosts are reached."""
     return FleetOptions(request.ssh, request.python, request.interface, dict(request.environment))
 
 
@@ -135,7 +152,7 @@ def _ray_job(request: RunRequest, plan: Plan, run_dir: Path, file: Path, restart
 
 
 def dry_run(request: RunRequest, plan: Plan, run_dir: Path, file: Path) -> str:
-    """Return what would be sent, as text without secrets."""
+    """Return the commands and messages of the job as text, without secrets."""
     if request.place == "ssh":
         return _dry_run_ssh(request, plan, run_dir, file)
     if request.place == "mpi":

@@ -1,4 +1,4 @@
-"""What has become of a request."""
+"""Describe the outcome of a request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from paceline.checkpoint.manifest import list_checkpoints
 from paceline.checkpoint.owner import RunTakenError
 from paceline.run.failures import format_failure
-from paceline.run.summary import read_plan
+from paceline.run.read.runs import read_plan
 from paceline.run.supervise.progress import Progress
 from paceline.run.supervise.supervisor import THE_COMMAND, Ending
 
@@ -19,22 +19,26 @@ class JobEnd:
     """The end of a job.
 
     Args:
-        run_dir: of the job.
-        ending: how it ended.
-        progress: how far it came.
-        result: as JSON has it; None: another node writes it.
+        run_dir: the run directory of the job.
+        ending: the way in which the job ended.
+        progress: the steps and checkpoints that it reached.
+        result: the result as JSON has it; None: another node writes it.
+        is_plain: True for a script that distributes its training without Paceline, and saves by itself.
     """
 
     run_dir: Path
     ending: Ending
     progress: Progress
     result: dict[str, Any] | None = None
+    is_plain: bool = False
 
     def text(self) -> str:
-        """Return what people are told."""
+        """Return the message to the user."""
         if self.ending.status == "failed" and self.ending.cause is not None:
-            failure = format_failure(self.ending.cause, self.ending.others)
+            failure = format_failure(self.ending.cause, self.ending.peer_count)
             return f"{failure}{self._restarts()}{self._newest_checkpoint()}"
+        if self.ending.status == "stopped" and self.is_plain:
+            return f"stopped; {self.run_dir}"
         if self.ending.status == "stopped":
             reason = ""
             if self.ending.stop_sent_to not in ("", THE_COMMAND):
@@ -45,7 +49,7 @@ class JobEnd:
         return f"done{self._before()}; {self.run_dir}"
 
     def _before(self) -> str:
-        """Return when the steps of a job were taken that has taken none now."""
+        """Return the words about the earlier steps of a job that has taken no step in this start."""
         if self.progress.last is not None or not self.progress.started:
             return ""
         before = max(self.progress.loaded, default=0)
@@ -66,7 +70,7 @@ class JobEnd:
         return f"\n  Last checkpoint: {newest[0]}{not_copied}; {go_on}"
 
     def _saved_part(self) -> str:
-        """Return what of a stopped job is on the disk, and how to go on."""
+        """Return the words about the checkpoint of a stopped job, and the command that goes on."""
         progress = self.progress
         not_copied, go_on = self._copy_part()
         last = progress.last["step"] if progress.last else None
@@ -78,7 +82,7 @@ class JobEnd:
         return f"nothing was saved; --resume --job {self.run_dir.name} starts it again at step 0"
 
     def _copy_part(self) -> tuple[str, str]:
-        """Return that the checkpoint which the job wrote last is not copied, and how to go on; "" where it is."""
+        """Return the words that the newest checkpoint is not copied, or "", and the command that goes on."""
         go_on = f"go on with --resume --job {self.run_dir.name}"
         copy_to = read_plan(self.run_dir).get("copy_to")
         saved = self.progress.checkpoint
@@ -89,11 +93,11 @@ class JobEnd:
 
 @dataclass(slots=True)
 class Outcome:
-    """What has become of a request, filled in as soon as it is known.
+    """The outcome of a request, filled in as soon as it is known.
 
     Attributes:
-        dry_run: what would be started, as text.
-        end: of the job. From then on a signal does not change the exit code.
+        dry_run: the commands that would be started, as text.
+        end: the end of the job. From then on a signal does not change the exit code.
     """
 
     dry_run: str | None = None
@@ -101,7 +105,7 @@ class Outcome:
 
     @property
     def exit_code(self) -> int | None:
-        """The command's exit code; None: nothing has become of it yet."""
+        """Return the command's exit code; None: the request has no outcome yet."""
         if self.end is not None:
             return self.end.ending.exit_code
         return None if self.dry_run is None else 0

@@ -17,10 +17,10 @@ from paceline.launch.workload_file import read_workload_file
 from paceline.nouns import module_names
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
-from paceline.rendezvous.launcher_env import LauncherPosition
-from paceline.rendezvous.rank_variables import joined_address, variables_of
+from paceline.rendezvous.launcher_env import LauncherPosition, joined_address, variables_of
 from paceline.run import directory
 from paceline.run.request import RunRequest
+from paceline.run.start.plain_job import plain_rank
 from paceline.run.supervise.stalls import TIMEOUT_VARIABLE as STALL_TIMEOUT
 
 
@@ -34,6 +34,8 @@ def become_rank(request: RunRequest, position: LauncherPosition, notice: Callabl
     plan = choose_plan(request.plan.with_ranks(position.size), notice)
     Mesh.parse(plan.mesh).check_fits(position.size)
     file = read_workload_file(request.file, plan.data_size, plan, request.module)
+    is_torchruns = position.has_own_store
+    os.environ.update(plain_rank(request, file.path, file.plain, is_torchruns))
     os.environ["PACELINE_PLAN"] = json.dumps(asdict(plan))
     program = [sys.executable, *(["-m", request.module] if request.module else [request.file])]
     if request.run.job is not None:
@@ -45,14 +47,14 @@ def become_rank(request: RunRequest, position: LauncherPosition, notice: Callabl
         os.environ[STALL_TIMEOUT] = str(request.stall_timeout_s)
         program = [sys.executable, "-m", module_names.EXTERNAL_RANK, request.file]
         os.environ.update({**variables_of(position), **request.environment})
-    sys.stdout.flush()  # exec drops what Python has buffered
+    sys.stdout.flush()  # exec drops the output that Python has buffered
     # exec, not a child: the launcher's signals and its wait are for this process.
     os.execv(sys.executable, [*program, *request.arguments])
 
 
 def _enter(request: RunRequest, plan: Plan, script: Path, position: LauncherPosition) -> dict[str, str]:
-    """Take the run directory as rank 0, or wait for that; return the variables of what this process becomes."""
-    for name in (TOKEN, DESCRIPTOR):  # of a job around this one
+    """Take the run directory as rank 0, or wait for that; return the variables of the program that this becomes."""
+    for name in (TOKEN, DESCRIPTOR):  # variables of a job around this one
         os.environ.pop(name, None)
     launch = position.file or (joined_address(*position.master) if position.master else "")
     if position.rank == 0:
@@ -69,7 +71,7 @@ def _write_start(request: RunRequest, plan: Plan, script: Path, launch: str) -> 
     run_dir = request.run.folder
     if request.run.must_go_on:
         directory.check_version(run_dir)
-        owned = directory.own(request.run, run_dir, _report, launch)
+        owned = directory.take_folder(request.run, run_dir, _report, launch)
     else:
         owned = directory.new_run(request.run, script, _report, launch)
     try:

@@ -38,7 +38,7 @@ from paceline.rendezvous.interfaces import (
     reserve_port,
 )
 from paceline.run.private import make_private
-from paceline.run.supervise.host_backend import MOST_TOLD_BYTES, HostBackend, Lines, Listening, LocalBackend
+from paceline.run.supervise.host_backend import MOST_MESSAGE_BYTES, HostBackend, Lines, Listening, LocalBackend
 from paceline.server.transport.credentials import keep_credentials
 
 # The supervisor can't tell a dead host from one that it only can't reach. So ranks live for a lease after its last
@@ -46,10 +46,10 @@ from paceline.server.transport.credentials import keep_credentials
 LEASE_S = 20.0  # ten heartbeats of `host_backend.HEARTBEAT_S`
 OUTLIVED_S = LEASE_S + 2.0  # as the supervisor's clock counts it, which may run faster than the agent's
 
-HELD_S = 3.0  # for output, after the fork server has ended
-END_S = 5.0  # for the last words to be taken
-# What the supervisor says, a line each.
-_HEARD = (
+HELD_S = 3.0  # seconds to wait for output after the fork server has ended
+END_S = 5.0  # seconds to wait until the last messages have been taken
+# The supervisor's messages, a line each.
+_SUPERVISOR_MESSAGES = (
     {
         "token": str,
         "run_dir": str,
@@ -92,7 +92,7 @@ class AgentWriter:
             self.waiting.put(line)
 
     def close(self, seconds: float) -> None:
-        """Wait at most so long for what is still to be sent."""
+        """Wait at most `seconds` for the messages that are still to be sent."""
         self.waiting.put(None)
         self.thread.join(seconds)
 
@@ -115,9 +115,9 @@ class Agent:
         self.listening = Listening()
         self.listener: socket.socket | None = None
         self.private = make_private()
-        self.lines = Lines(sys.stdin.fileno(), MOST_TOLD_BYTES)
+        self.lines = Lines(sys.stdin.fileno(), MOST_MESSAGE_BYTES)
         self.has_started = self.is_over = self.has_lost = False
-        self.mouth = AgentWriter()
+        self.writer = AgentWriter()
         self.heard_s = time.monotonic()  # any line renews the lease, not only a heartbeat
 
     def run(self) -> int:
@@ -128,9 +128,9 @@ class Agent:
             signal.signal(number, lambda *_: None)
         try:
             self.listening.register(sys.stdin.fileno(), self._hear)
-            while not self.is_over and not self._is_alone():
+            while not self.is_over and not self._is_lease_over():
                 self.listening.turn(1.0)
-            if self._is_alone():
+            if self._is_lease_over():
                 self._say_error("the supervisor's signs of life", f"none came for {LEASE_S:g} s", "its ranks are ended")
             self._end()
         finally:
@@ -150,17 +150,17 @@ class Agent:
             if deadline is not None and time.monotonic() > deadline:
                 break  # something that a rank has left behind holds its output
         self.backend.close()
-        self.mouth.close(END_S)
+        self.writer.close(END_S)
 
-    def _is_alone(self) -> bool:
-        """True if the supervisor has not been heard for so long that it may have started others in these' place."""
+    def _is_lease_over(self) -> bool:
+        """Return True if no line came for so long that other ranks may have been started in place of these."""
         return self.has_started and time.monotonic() - self.heard_s > LEASE_S
 
     def _hear(self) -> bool:
         self.heard_s = time.monotonic()
         for line in self.lines.read():
             try:
-                self._obey(parse_json(line, "the supervisor's line", _HEARD))
+                self._obey(parse_json(line, "the supervisor's line", _SUPERVISOR_MESSAGES))
             except PacelineError as error:
                 self._say_error(error.asked, error.found, error.fix)
                 self.is_over = True
@@ -233,8 +233,8 @@ class Agent:
         self.has_started = True
 
     def _say(self, message: dict[str, Any]) -> None:
-        self.mouth.say(json.dumps(message))
-        self.is_over = self.is_over or self.mouth.is_broken
+        self.writer.say(json.dumps(message))
+        self.is_over = self.is_over or self.writer.is_broken
 
     def _say_error(self, asked: str, found: str, fix: str) -> None:
         self._say({"error": {"asked": asked, "found": found, "fix": fix}})
@@ -242,15 +242,15 @@ class Agent:
     # --- HostEvents
 
     def on_started(self, pids: dict[int, int]) -> None:
-        """Pass it on."""
+        """Pass the event on."""
         self._say({"started": pids})
 
     def on_ended(self, rank: int, status: int) -> None:
-        """Pass it on."""
+        """Pass the event on."""
         self._say({"ended": rank, "status": status})
 
     def on_output(self, rank: int, text: str) -> None:
-        """Pass it on, in base64: a rank may write any bytes."""
+        """Pass the event on, in base64: a rank may write any bytes."""
         self._say({"output": rank, "text": base64.b64encode(text.encode()).decode()})
 
     def on_lost(self, backend: HostBackend) -> None:
@@ -273,8 +273,8 @@ def own_address(request: dict[str, Any]) -> str:
     came_to = connection[2] if len(connection) == 4 else "127.0.0.1"
     if not came_to.startswith("127.") and ":" not in came_to:
         return came_to
-    others = [other.rpartition("@")[2] for other in request["others"]]
-    return address_towards(others[0]) if others else "127.0.0.1"
+    other_hosts = [host.rpartition("@")[2] for host in request["others"]]
+    return address_towards(other_hosts[0]) if other_hosts else "127.0.0.1"
 
 
 if __name__ == "__main__":

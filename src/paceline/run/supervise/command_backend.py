@@ -1,8 +1,7 @@
 """Supervise ranks that another program starts and ends: mpirun, or a driver of Ray's.
 
-Each rank finds its place in what that program put into its environment. What it writes comes back through the
-program's output; a stop goes to the ranks through a file in the run directory, since not every program hands on a
-signal.
+Each rank finds its place in the variables that this program sets. The ranks' output comes back through the program's
+output. A stop goes to the ranks through a file in the run directory, since not every program hands on a signal.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from paceline.nouns.errors import UsageError
 from paceline.run.failures import failed_launcher
 from paceline.run.supervise.host_backend import HostEvents, Lines, Listen
 
-CLEAR_S = 5.0  # between asking the program to end, and killing it
+CLEAR_S = 5.0  # the time between asking the program to end, and killing it
 STOP = "stop"  # the file, in the run directory
 _TAGS = re.compile(r"\[(?:\d+,)?(\d+)\](?:<std(?:out|err)>:)? ?(.*)")  # Open MPI's and MPICH's names of ranks
 
 
 class CommandBackend:
-    """One program.
+    """The backend for one program that starts ranks.
 
     Args:
-        command: it, and its arguments.
-        environment: more of it; no secret may stand in a command.
-        request: bytes for its standard input.
-        name: of the program, for people; "": its file's.
+        command: the command line: the program and its arguments.
+        environment: further variables for the program; no secret may stand in a command.
+        request: the bytes for its standard input.
+        name: the name of the program for users; "": the name of its file.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class CommandBackend:
         """
         self.settings = settings
         self.stop_file = Path(settings.run_dir, STOP)
-        self.stop_file.unlink(missing_ok=True)  # of an earlier attempt, which the ranks would obey at once
+        self.stop_file.unlink(missing_ok=True)  # an earlier attempt's file would stop the ranks at once
         stop_variable = {"PACELINE_STOP_FILE": str(self.stop_file)}
         environment = {**os.environ, **settings.environment, **self.environment, **stop_variable}
         try:
@@ -67,7 +66,7 @@ class CommandBackend:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                start_new_session=True,  # Ctrl-C reaches the supervisor alone
+                start_new_session=True,  # Ctrl-C reaches only the supervisor
                 # It and its ranks may live on where this process is killed.
                 pass_fds=[settings.run_lock] if settings.run_lock >= 0 else [],
             )
@@ -114,7 +113,7 @@ class CommandBackend:
         self.stop_file.touch()
 
     def kill(self) -> None:
-        """End the program, and with it the ranks: first so that it may clear up on other hosts."""
+        """End the program, and with it the ranks: first with SIGTERM, so that it may clear up on other hosts."""
         if self.process is None or self.process.poll() is not None:
             return
         if self.killed_s is not None and time.monotonic() - self.killed_s < CLEAR_S:
@@ -125,17 +124,17 @@ class CommandBackend:
             os.killpg(self.process.pid, number)
 
     def restart(self, rank: int) -> None:
-        """Nothing: only a host with parameter servers has any to start again."""
+        """Raise UsageError: only a host with parameter servers has processes to start again."""
         raise UsageError(f"can't start rank {rank} again", f"{self.host} started it", "start the job anew")
 
     def finish(self) -> None:
-        """Nothing: the program ends with its ranks."""
+        """Do nothing: the program ends with its ranks."""
 
     def heartbeat(self, now_s: float) -> None:
-        """Nothing: the program has its own means."""
+        """Do nothing: the program has its own means."""
 
     def close(self, patience_s: float = 15.0) -> int:
-        """Wait for the program's end; its exit code."""
+        """Wait for the program's end, and return its exit code."""
         if self.process is None:
             return 0
         try:
@@ -150,6 +149,6 @@ class CommandBackend:
             self.stop_file.unlink(missing_ok=True)
 
     def failure(self, status: int, at: float) -> dict[str, Any]:
-        """Return the failure that the program's end is."""
+        """Return the failure for the end of the program."""
         last_line = self.last[0] if self.last else ""
         return failed_launcher(self.host, status, last_line, at)

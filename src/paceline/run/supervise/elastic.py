@@ -19,21 +19,20 @@ from paceline.launch.workload_file import read_workload_file
 from paceline.nouns.errors import PacelineError, ReadError, UsageError, WorkloadError, how_to_write
 from paceline.nouns.mesh import AXES, Mesh
 from paceline.nouns.plan import Plan
-from paceline.nouns.reading import parse_whole, read_text
+from paceline.nouns.reading import parse_whole, read_text, write_whole
 from paceline.run import directory
 from paceline.run.failures import in_one_line, refusal
 from paceline.run.supervise.agent import OUTLIVED_S
-from paceline.run.supervise.fleet import FleetOptions, HostError, open_posts
+from paceline.run.supervise.host_agents import FleetOptions, HostError, open_posts
 from paceline.run.supervise.interrupts import Interrupted
-from paceline.run.supervise.job import finish
-from paceline.run.supervise.membership import GiveUp, Membership, Regroup, Rules, Start, Wait
+from paceline.run.supervise.membership import WAIT_S, GiveUp, Membership, Regroup, Rules, Start, Wait
 from paceline.run.supervise.progress import Progress, Screen
+from paceline.run.supervise.supervised_job import finish
 from paceline.run.supervise.supervisor import Ending, JobRequest, Supervisor
 
 # Seconds.
-DISCOVER_S = 1.0  # between two looks, as Horovod has it
-SCRIPT_S = 30.0  # for the script to end
-WAIT_S = 600.0  # for enough hosts
+DISCOVER_S = 1.0  # the time between two looks, as Horovod has it
+SCRIPT_S = 30.0  # the time that the script may take
 GENERATION = "generation"  # a file of the run directory
 
 
@@ -42,12 +41,12 @@ class Elastic:
     """A job that goes on while hosts come and go.
 
     Args:
-        rules: limits on hosts, restarts and failures.
-        discover: the hosts that there are now; raises UsageError when that can't be known.
-        fleet: ways to reach them.
-        plan: for any number of ranks: its `replicate` or `shard` axis grows and shrinks.
-        request: the job; its ranks and posts are each generation's own.
-        screen: for people.
+        rules: the limits on hosts, restarts and failures.
+        discover: the function that lists the hosts that there are now; raises UsageError when that can't be known.
+        fleet: the ways to reach the hosts.
+        plan: the plan for any number of ranks: its `replicate` or `shard` axis grows and shrinks.
+        request: the job's request; ranks and assignments are replaced in each generation.
+        screen: the screen that shows messages and output to the user.
     """
 
     rules: Rules
@@ -57,7 +56,7 @@ class Elastic:
     request: JobRequest
     screen: Screen
     wait_s: float = WAIT_S
-    progress: Progress | None = None  # of the newest generation that has begun
+    progress: Progress | None = None  # the progress of the newest generation that has begun
 
     def run(self) -> tuple[Ending, Progress, dict[str, object]]:
         """Run the job to its end, and write its result.
@@ -87,10 +86,10 @@ class Elastic:
                 continue
             if not _goes_on(ending):
                 return ending, progress
-            self.screen.say(f"paceline: generation {start.generation} ended: {_why(ending)}")
+            self.screen.say(f"paceline: generation {start.generation} ended: {_reason_of(ending)}")
             members, decision = members.ended(ending.bad_hosts, ending.status == "failed")
             if isinstance(decision, GiveUp):
-                self.screen.say(f"paceline: no other generation: {decision.why}")
+                self.screen.say(f"paceline: no other generation: {decision.reason}")
                 return ending, progress
 
     def _next(self, members: Membership) -> tuple[Membership, Start]:
@@ -112,8 +111,8 @@ class Elastic:
                 members = replace(members, hosts=(), generation=members.generation - 1)
                 decision = Wait(lacking)
             assert isinstance(decision, Wait)
-            if decision.why != shown:
-                shown = decision.why
+            if decision.reason != shown:
+                shown = decision.reason
                 self.screen.say(f"paceline: waiting for hosts: {shown}")
             if time.monotonic() - began_s > self.wait_s:
                 raise UsageError(
@@ -153,15 +152,15 @@ class Elastic:
         return members
 
     def _answers(self, host: Host) -> bool:
-        """True if a host can be reached over ssh at all."""
+        """Return True if a host can be reached over ssh at all."""
         # Of an option that is there twice ssh takes the first: this one stands before those of launch/ssh.py.
         quick = dataclasses.replace(self.fleet.ssh, more=(*self.fleet.ssh.more, "-oConnectTimeout=5"))
         command = ssh_command(host.name, ["true"], quick)
         try:
-            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SCRIPT_S)
+            completed = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SCRIPT_S)
         except (OSError, subprocess.TimeoutExpired):
             return False
-        return done.returncode == 0
+        return completed.returncode == 0
 
     def _fitting(self, slots: int) -> Plan:
         """Return the plan for so many slots, or for fewer where the file says that its batch has fewer samples."""
@@ -174,7 +173,7 @@ class Elastic:
         return rescaled(self.plan, least)
 
     def _lacking(self, hosts: Sequence[Host]) -> str | None:
-        """Return what these hosts lack for one copy of the model; None: nothing."""
+        """Return the sentence that these hosts can't hold one copy of the model; None: they can."""
         slots = sum(host.slots for host in hosts)
         least = fixed_size(self.plan)
         if slots >= least:
@@ -225,10 +224,8 @@ def last_generation(run_dir: Path) -> int:
 
 
 def _write_generation(run_dir: Path, number: int) -> None:
-    draft = run_dir / f".{GENERATION}"  # renamed when it is complete: who reads it never sees half a number
     try:
-        draft.write_text(f"{number}\n")
-        draft.replace(run_dir / GENERATION)
+        write_whole(run_dir / GENERATION, f"{number}\n")
     except OSError as error:
         asked, found = f"can't begin generation {number} in {run_dir}", f"it can't be written ({error.strerror})"
         raise UsageError(asked, found, how_to_write(error)) from None
@@ -270,7 +267,7 @@ class _Watch:
         self.thread.join(SCRIPT_S)
 
     def should_stop(self) -> bool:
-        """True if the ranks are to save and end."""
+        """Return True if the ranks are to save and end."""
         return self.regroup.is_set()
 
     def _look(self) -> None:
@@ -278,13 +275,13 @@ class _Watch:
             self.members, decision = self.members.discovered(self.discover(self.members))
             if isinstance(decision, Regroup):
                 self.regroup.set()
-                return  # one change ends the generation; what changes meanwhile is seen between two generations
+                return  # one change ends the generation; further changes are seen between two generations
 
 
 def _goes_on(ending: Ending) -> bool:
-    """True if another generation may do better: the user's own error would come again."""
+    """Return True if another generation may do better: the user's own error would come again."""
     if ending.status == "failed":
-        return ending.is_of_hosts
+        return ending.is_host_failure
     return ending.status == "stopped" and ending.is_regroup
 
 
@@ -315,19 +312,23 @@ def rescaled(plan: Plan, ranks: int) -> Plan:
     return dataclasses.replace(plan, mesh=str(new_mesh)).settled()
 
 
-def script_hosts(script: Path) -> Callable[[], tuple[Host, ...]]:
+def script_hosts(script: Path, slots: int = 1) -> Callable[[], tuple[Host, ...]]:
     """Return a function that runs a program which prints a host a line, `h1:4` or `h1`, and ends with 0.
 
     This is Horovod's protocol for host discovery.
 
+    Args:
+        script: the path of the program.
+        slots: of a host without a number.
+
     Raises:
-        UsageError: it failed, or printed what is no host.
+        UsageError: the program failed, or printed a line that names no host.
     """
 
     def ask() -> tuple[Host, ...]:
         asked = f"the hosts of {script}"
         try:
-            done = subprocess.run(
+            completed = subprocess.run(
                 [str(script.resolve())], capture_output=True, text=True, errors="replace", timeout=SCRIPT_S
             )
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -337,16 +338,17 @@ def script_hosts(script: Path) -> Callable[[], tuple[Host, ...]]:
             elif isinstance(error, OSError) and error.errno == errno.ENOEXEC:
                 fix = "begin it with a line such as #!/bin/sh"
             raise UsageError(asked, f"it did not run ({error})", fix) from None
-        if done.returncode:
-            errors = done.stderr.strip().splitlines() or ["it printed nothing"]
-            raise UsageError(asked, f"it ended with {done.returncode}: {errors[-1]}", "run it by hand")
-        lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+        if completed.returncode:
+            errors = completed.stderr.strip().splitlines() or ["it printed nothing"]
+            raise UsageError(asked, f"it ended with {completed.returncode}: {errors[-1]}", "run it by hand")
+        words = [line.strip() for line in completed.stdout.splitlines() if line.strip()]
+        lines = [word if ":" in word else f"{word}:{slots}" for word in words]
         return parse_hosts(",".join(lines)) if lines else ()
 
     return ask
 
 
-def _why(ending: Ending) -> str:
+def _reason_of(ending: Ending) -> str:
     if ending.status == "stopped":
         return "its hosts change"
     return in_one_line(ending.cause or {"message": "its ranks hung"})

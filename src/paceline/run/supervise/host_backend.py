@@ -1,4 +1,4 @@
-"""Start ranks on a host for the supervisor, report what happens to them, and signal them.
+"""Start ranks on a host for the supervisor, report their starts, ends and output, and signal them.
 
 A `LocalBackend` has the fork server of this host. A `RemoteBackend` has an agent on another, reached over ssh's
 standard input and output: nothing listens for it, and when the connection ends the agent ends the ranks.
@@ -20,31 +20,31 @@ from functools import partial
 from typing import Any, Protocol
 
 from paceline.launch.local import ForkServer, RankSettings, start_ranks
-from paceline.launch.template import Start
+from paceline.launch.process_template import Start
 from paceline.nouns.errors import PacelineError, ReadError
 from paceline.nouns.reading import COUNT, Whole, parse_json, parse_whole
-from paceline.run.failures import LEFT, lost_host, lost_server
+from paceline.run.failures import EXITED_EARLY, lost_host, lost_server
 
-HEARTBEAT_S = 2.0  # between two signs of life to an agent, which ends its ranks after LEASE_S without one
-MOST_BYTES = 2**20  # of a line that a rank writes: a rank that writes no line's end must not fill our memory
-MOST_TOLD_BYTES = 2 * MOST_BYTES  # of a line of JSON that carries one: base64 makes 4 bytes of 3
+HEARTBEAT_S = 2.0  # the time between two heartbeats to an agent, which ends its ranks after LEASE_S without one
+MOST_BYTES = 2**20  # the longest line of a rank: without line ends its output must not fill our memory
+MOST_MESSAGE_BYTES = 2 * MOST_BYTES  # the longest line of JSON that carries one: base64 makes 4 bytes of 3
 _ERROR = {"error": {"asked": str, "found": str, "fix": str}}
-# What an agent says first, and then, a line each; see `run/supervise/agent.py`.
+# An agent's first message, and then its messages, a line each; see `run/supervise/agent.py`.
 _ANSWER = (_ERROR, {"address": str, "port": Whole(0, 65535), "interface": str})
-_TOLD = (
+_AGENT_MESSAGES = (
     {"started": {str: COUNT}},
     {"output": COUNT, "text": str},
-    {"ended": COUNT, "status": Whole(-64, LEFT)},  # below 0: a signal
+    {"ended": COUNT, "status": Whole(-64, EXITED_EARLY)},  # below 0: a signal
     {"error": {str: str}},
 )
-Listen = Callable[[int, Callable[[], bool]], None]  # a descriptor, and what reads it: False at its end
+Listen = Callable[[int, Callable[[], bool]], None]  # a descriptor, and the function that reads it: False at its end
 
 
 class HostEvents(Protocol):
     """The receiver of a host's events: the supervisor, or an agent that passes them on."""
 
     def on_started(self, pids: dict[int, int]) -> None:
-        """Take in that ranks have been started, by rank their processes."""
+        """Take in that ranks have been started; `pids` has their processes by rank."""
 
     def on_ended(self, rank: int, status: int) -> None:
         """Take in that a rank has ended with an exit code; below 0 the signal."""
@@ -57,47 +57,47 @@ class HostEvents(Protocol):
 
 
 class HostBackend(Protocol):
-    """One host."""
+    """The backend of one host: it starts, signals and kills the ranks there."""
 
     @property
     def host(self) -> str:
-        """Its name; "" is this host."""
+        """Return the host's name; "" is this host."""
 
     def start(self, settings: RankSettings) -> None:
-        """Start its ranks."""
+        """Start the host's ranks."""
 
     def listen(self, register: Listen, events: HostEvents) -> None:
-        """Register what is to be read."""
+        """Register the descriptors to read, and the function that reads each."""
 
     def signal(self, ranks: Iterable[int], number: int) -> None:
         """Signal ranks."""
 
     def kill(self) -> None:
-        """Kill its ranks and all that they started."""
+        """Kill the host's ranks and all processes that they started."""
 
     def restart(self, rank: int) -> None:
-        """Start one again."""
+        """Start a rank again."""
 
     def finish(self) -> None:
         """Let the host's fork server end: all ranks have ended, and none will be started again."""
 
     def heartbeat(self, now_s: float) -> None:
-        """Say now and then that the supervisor lives."""
+        """Send a sign of life to the host now and then."""
 
     def close(self) -> int:
-        """Wait for its end, and return the fork server's or ssh's exit code."""
+        """Wait for the host's end, and return the exit code of the fork server or of ssh."""
 
     def failure(self, status: int, at: float) -> dict[str, Any]:
-        """Return the failure to tell when it was lost.
+        """Return the failure to report when the host was lost.
 
         Args:
-            status: exit code that `close` returned.
-            at: time at which that was heard, seconds since the epoch.
+            status: the exit code that `close` returned.
+            at: the time at which that was heard, in seconds since the epoch.
         """
 
 
 class LocalBackend:
-    """This host."""
+    """The backend of this host."""
 
     def __init__(self, host: str = "", start: Start = subprocess.Popen) -> None:
         self.host = host
@@ -107,19 +107,19 @@ class LocalBackend:
         self.pids: dict[int, int] = {}
 
     def start(self, settings: RankSettings) -> None:
-        """Start its ranks."""
+        """Start the host's ranks."""
         self.server = start_ranks(settings, self.start_process)
 
     def listen(self, register: Listen, events: HostEvents) -> None:
-        """Register the fork server's words and the ranks' output."""
+        """Register the fork server's messages and the ranks' output."""
         assert self.server is not None
         self.events = events
         for rank, output in self.server.outputs.items():
             register(output, _Reader(output, partial(events.on_output, rank), partial(os.close, output)))
         control = self.server.control.fileno()
-        register(control, _Reader(control, self._told, lambda: events.on_lost(self)))
+        register(control, _Reader(control, self._take_message, lambda: events.on_lost(self)))
 
-    def _told(self, text: str) -> None:
+    def _take_message(self, text: str) -> None:
         message = json.loads(text)  # trusted: the fork server is our own child
         if "started" in message:
             self.has_started = True
@@ -140,7 +140,7 @@ class LocalBackend:
                     os.kill(self.pids[rank], number)
 
     def kill(self) -> None:
-        """Kill its ranks and all that they started; before there is one, what would start them."""
+        """Kill the ranks and all processes that they started; before there is one, the fork server."""
         if self.server is not None and not self.has_started:
             self.server.process.kill()
         # Each rank leads a process group of its own, to which its data loader's workers belong.
@@ -149,7 +149,7 @@ class LocalBackend:
                 os.killpg(pid, signal.SIGKILL)
 
     def restart(self, rank: int) -> None:
-        """Start one again."""
+        """Start a rank again."""
         assert self.server is not None
         with contextlib.suppress(BrokenPipeError):
             self.server.control.sendall(json.dumps({"restart": rank}).encode() + b"\n")
@@ -161,7 +161,7 @@ class LocalBackend:
             self.server.control.shutdown(socket.SHUT_WR)
 
     def heartbeat(self, now_s: float) -> None:
-        """Nothing: the fork server sees the supervisor's end by itself."""
+        """Do nothing: the fork server sees the supervisor's end by itself."""
 
     def close(self) -> int:
         """Wait for the fork server's end, and return its exit code."""
@@ -171,23 +171,23 @@ class LocalBackend:
         return self.server.process.wait()
 
     def failure(self, status: int, at: float) -> dict[str, Any]:
-        """Return the failure that the fork server's end is."""
+        """Return the failure for the end of the fork server."""
         return lost_server(status, at)
 
 
 class RemoteBackend:
-    """Another host, by an agent.
+    """The backend of another host, which an agent serves.
 
     Args:
-        host: its name.
-        command: starts the agent there.
+        host: the name of the host.
+        command: the command line that starts the agent there.
         request: the first message to the agent: see `run/supervise/agent.py`.
     """
 
     def __init__(self, host: str, command: Sequence[str], request: dict[str, Any]) -> None:
         self.host = host
         self.processes: tuple[int, ...] = (0,)
-        # By role, what goes there before the start: see server/transport/credentials.py.
+        # The certificates that go there before the start, by role: see server/transport/credentials.py.
         self.credentials: dict[str, dict[str, str]] = {}
         # A new session: Ctrl-C in the terminal would end ssh, and the host's ranks with it, before they could save.
         self.process = subprocess.Popen(
@@ -196,13 +196,13 @@ class RemoteBackend:
         self.errors = b""
         self.beat_s = float("-inf")
         assert self.process.stdout is not None
-        self.lines = Lines(self.process.stdout.fileno(), MOST_TOLD_BYTES)
-        self.tell(request)
+        self.lines = Lines(self.process.stdout.fileno(), MOST_MESSAGE_BYTES)
+        self.send(request)
 
     def answer(self) -> dict[str, Any] | None:
-        """Read the agent's first message, if it is in what it has written by now: waits for the first bytes alone.
+        """Read the agent's first message, if it has been written by now. Wait only for the first bytes.
 
-        None is "not yet", or, where `lines.is_over`, that ssh or the agent has ended.
+        Return None where it is not complete yet, or, with `lines.is_over`, where ssh or the agent has ended.
 
         Raises:
             PacelineError: the agent says what is wrong with its host.
@@ -219,7 +219,7 @@ class RemoteBackend:
         return None
 
     def last_words(self) -> str:
-        """Return what ssh or the agent wrote to its standard error, once it has ended."""
+        """Return the standard error of ssh or the agent, once it has ended."""
         assert self.process.stderr is not None
         descriptor = self.process.stderr.fileno()
         # Not `read`: what ssh started, such as a ProxyCommand, may live on and hold the other end.
@@ -228,31 +228,31 @@ class RemoteBackend:
         return self.errors.decode(errors="replace")
 
     def failure(self, status: int, at: float) -> dict[str, Any]:
-        """Return the failure that the connection's end is, with the last line of ssh or the agent."""
+        """Return the failure for the end of the connection, with the last line of ssh or the agent."""
         lines = self.errors.decode(errors="replace").strip().splitlines() or [""]
         return lost_host(self.host, lines[-1], at)
 
     def start(self, settings: RankSettings) -> None:
-        """Start its ranks."""
+        """Start the host's ranks."""
         self.processes = settings.processes
         if self.credentials:  # before the start: servers read their certificates when they begin
-            self.tell({"credentials": self.credentials})
-        self.tell({"start": settings.to_json()})
+            self.send({"credentials": self.credentials})
+        self.send({"start": settings.to_json()})
 
     def listen(self, register: Listen, events: HostEvents) -> None:
-        """Register the agent's words."""
+        """Register the agent's messages."""
         self.events = events
         assert self.process.stdout is not None
         assert self.process.stderr is not None
         out = self.process.stdout.fileno()
         err = self.process.stderr.fileno()
-        register(out, _Reader(out, self._told, lambda: events.on_lost(self), self.lines))
-        register(err, _Reader(err, self._complained, lambda: None))
+        register(out, _Reader(out, self._take_message, lambda: events.on_lost(self), self.lines))
+        register(err, _Reader(err, self._take_error, lambda: None))
 
-    def _told(self, line: str) -> None:
+    def _take_message(self, line: str) -> None:
         # What another host says is checked against its form, and is only believed of that host's own ranks.
         try:
-            message = parse_json(line, "an agent's line", _TOLD)
+            message = parse_json(line, "an agent's line", _AGENT_MESSAGES)
             if "started" in message:
                 pids = {}
                 for rank, pid in message["started"].items():
@@ -264,9 +264,9 @@ class RemoteBackend:
             elif "ended" in message:
                 self.events.on_ended(self._checked(message["ended"]), message["status"])
             elif "error" in message:
-                self._complained(": ".join(message["error"].values()))
+                self._take_error(": ".join(message["error"].values()))
         except ValueError:  # also a line that is no message: a login shell or ssh may write some
-            self._complained(line)
+            self._take_error(line)
 
     def _checked(self, rank: int | None) -> int:
         """Return the rank; raise ValueError unless it is one of this host's."""
@@ -274,41 +274,41 @@ class RemoteBackend:
             raise ValueError(rank)
         return rank
 
-    def _complained(self, text: str) -> None:
+    def _take_error(self, text: str) -> None:
         self.errors += text.encode() + b"\n"
         self.events.on_output(self.processes[0], f"({self.host}) {text}")
 
     def signal(self, ranks: Iterable[int], number: int) -> None:
         """Signal ranks."""
-        self.tell({"signal": number, "ranks": list(ranks)})
+        self.send({"signal": number, "ranks": list(ranks)})
 
     def kill(self) -> None:
-        """Kill its ranks and all that they started."""
-        self.tell({"kill": True})
+        """Kill the host's ranks and all processes that they started."""
+        self.send({"kill": True})
 
     def restart(self, rank: int) -> None:
-        """Start one again."""
-        self.tell({"restart": rank})
+        """Start a rank again."""
+        self.send({"restart": rank})
 
     def finish(self) -> None:
-        """Let its fork server end."""
-        self.tell({"over": True})
+        """Let the host's fork server end."""
+        self.send({"over": True})
 
     def heartbeat(self, now_s: float) -> None:
-        """Without it for some time the agent ends the ranks: see `run/supervise/agent.py`."""
+        """Send a sign of life: without one for some time the agent ends the ranks, see `run/supervise/agent.py`."""
         if now_s - self.beat_s > HEARTBEAT_S:
             self.beat_s = now_s
-            self.tell({"beat": True})
+            self.send({"beat": True})
 
-    def tell(self, message: dict[str, Any]) -> None:
-        """Send the agent a line; one that has gone says so on its other end."""
+    def send(self, message: dict[str, Any]) -> None:
+        """Send the agent a line; where it has gone, the end of its output says so."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError, ValueError):
             self.process.stdin.write(json.dumps(message).encode() + b"\n")
             self.process.stdin.flush()
 
     def close(self, patience_s: float = 10.0) -> int:
-        """Let the agent end what it has, and wait for it. Return ssh's exit code."""
+        """Let the agent end its ranks, and wait for it. Return ssh's exit code."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
@@ -325,12 +325,12 @@ class RemoteBackend:
 
 
 class Lines:
-    """Splits what comes from a descriptor into lines; of a line above `most_bytes` the end is kept."""
+    """Split the bytes from a descriptor into lines; of a line above `most_bytes` the end is kept."""
 
     def __init__(self, descriptor: int, most_bytes: int = MOST_BYTES) -> None:
         self.descriptor = descriptor
         self.most_bytes = most_bytes
-        self.rest = b""  # what came after the last end of a line
+        self.unfinished = b""  # the bytes since the last end of a line
         self.is_over = False
 
     def read(self) -> list[str]:
@@ -339,15 +339,15 @@ class Lines:
             content = os.read(self.descriptor, 2**16)  # as much as a Linux pipe holds
         except (ConnectionResetError, OSError):
             content = b""
-        *lines, self.rest = (self.rest + content).split(b"\n")
-        if b"\r" in self.rest:  # a bar that is drawn anew: only its last state
-            self.rest = self.rest[self.rest.rstrip(b"\r").rfind(b"\r") + 1 :]
+        *lines, self.unfinished = (self.unfinished + content).split(b"\n")
+        if b"\r" in self.unfinished:  # a bar that is drawn anew: only its last state
+            self.unfinished = self.unfinished[self.unfinished.rstrip(b"\r").rfind(b"\r") + 1 :]
         lines = [line[-self.most_bytes :] for line in lines]
-        self.rest = self.rest[-self.most_bytes :]
+        self.unfinished = self.unfinished[-self.most_bytes :]
         self.is_over = not content
-        if self.is_over and self.rest:
-            lines = [self.rest]
-            self.rest = b""
+        if self.is_over and self.unfinished:
+            lines = [self.unfinished]
+            self.unfinished = b""
         return [line.decode(errors="replace") for line in lines]
 
 
@@ -377,17 +377,17 @@ class Listening:
         self.open: set[int] = set()
 
     def register(self, descriptor: int, read: Callable[[], bool]) -> None:
-        """Read this one too."""
+        """Read this descriptor too."""
         self.open.add(descriptor)
         self.selector.register(descriptor, selectors.EVENT_READ, read)
 
     def turn(self, seconds: float) -> None:
-        """Read what is there, or comes within so long."""
+        """Read the bytes that are there, or come within `seconds`."""
         for key, _ in self.selector.select(seconds):
             if not key.data():
                 self.selector.unregister(key.fd)
                 self.open.discard(key.fd)
 
     def close(self) -> None:
-        """Forget them."""
+        """Close the selector."""
         self.selector.close()

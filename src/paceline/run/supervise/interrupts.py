@@ -13,7 +13,7 @@ class Interrupted(BaseException):
     """Unwinds to whoever asked to be told.
 
     Args:
-        number: the signal's.
+        number: the number of the signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -31,7 +31,7 @@ def interruptible() -> Iterator[list[int]]:
         if len(signals) == 1:  # a second signal must not interrupt the clearing up that the first began
             raise Interrupted(number)
 
-    if threading.current_thread() is not threading.main_thread():  # Python sets signal handlers in the main one alone
+    if threading.current_thread() is not threading.main_thread():  # Python sets signal handlers only in the main one
         yield signals
         return
     before = {}

@@ -1,4 +1,4 @@
-"""Decide which hosts a job runs on, generation after generation: values in, values out, no I/O.
+"""Choose the hosts on which a job runs, generation after generation: values in, values out, no I/O.
 
 A generation is one set of hosts with the ranks on them. Whatever changes the set ends the generation, and the next one
 goes on from the newest checkpoint. Ranks of an older generation are out: their host's agent ends them when it no longer
@@ -13,20 +13,24 @@ from types import MappingProxyType
 
 from paceline.launch.hosts import Host
 
+RESTARTS = 10  # generations that may follow a failure
+WAIT_S = 600.0  # the time to wait for enough hosts
+
 
 @dataclass(frozen=True, slots=True)
 class Rules:
     """The limits within which a job changes its hosts.
 
     Args:
-        least, most: hosts that it runs on.
-        restarts: generations that may follow a failure, in the whole job.
-        patience: failures of one host after which it is no longer asked, unless it leaves the list and comes back.
+        least, most: the smallest and the largest number of hosts that the job runs on.
+        restarts: the number of generations that may follow a failure, in the whole job.
+        patience: the number of failures of one host after which it is no longer asked, unless it leaves the list and
+            comes back.
     """
 
     least: int = 1
     most: int = 1
-    restarts: int = 10
+    restarts: int = RESTARTS
     patience: int = 3
 
 
@@ -42,21 +46,21 @@ class Start:
 class Regroup:
     """Let the ranks save and end: the next generation has other hosts."""
 
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
     """There are not enough hosts now."""
 
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
     """The job has failed."""
 
-    why: str
+    reason: str
 
 
 Decision = Start | Regroup | Wait | GiveUp | None
@@ -64,16 +68,16 @@ Decision = Start | Regroup | Wait | GiveUp | None
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """A job's hosts now.
+    """The hosts of a job at one time.
 
     Args:
-        rules: that it keeps.
-        generation: the number of the present one, or the last.
-        hosts: of the present one; empty between two.
-        known: hosts that there are, in the order in which they were first seen.
-        failures: by host.
-        restarts: after failures, so far.
-        is_regrouping: the present generation is ending since its hosts change.
+        rules: the limits that the job keeps.
+        generation: the number of the present generation, or of the last one.
+        hosts: the hosts of the present generation; empty between two.
+        known: the hosts that there are, in the order in which they were first seen.
+        failures: the number of failures of each host, by its name.
+        restarts: the number of restarts after failures, so far.
+        is_regrouping: True while the present generation is ending since its hosts change.
     """
 
     rules: Rules
@@ -85,7 +89,7 @@ class Membership:
     is_regrouping: bool = False
 
     def discovered(self, hosts: Sequence[Host]) -> tuple[Membership, Decision]:
-        """Take in that these hosts are there now, and no others."""
+        """Take in that these are all the hosts that are there now."""
         # Hosts keep the order in which they were first seen, whatever order the discovery lists them in. `Host` has the
         # slots too, so a host with other slots compares as another one.
         slots = {host.name: host for host in hosts}
@@ -96,11 +100,11 @@ class Membership:
             return now._begin()
         # With too few hosts left, what runs goes on: a list may be empty for a moment, and ranks that are really gone
         # end the generation by themselves.
-        wanted = now._wanted()
-        if self.is_regrouping or wanted == self.hosts or len(wanted) < self.rules.least:
+        next_hosts = now._next_hosts()
+        if self.is_regrouping or next_hosts == self.hosts or len(next_hosts) < self.rules.least:
             return now, None
-        gone = [host.name for host in self.hosts if host not in wanted]
-        come = [host.name for host in wanted if host not in self.hosts]
+        gone = [host.name for host in self.hosts if host not in next_hosts]
+        come = [host.name for host in next_hosts if host not in self.hosts]
         changes = []
         if gone:
             changes.append(f"{', '.join(gone)} went or changed")
@@ -122,11 +126,11 @@ class Membership:
         return replace(self, hosts=(), failures=self._counted(names), is_regrouping=False)
 
     def ended(self, names: Iterable[str] = (), is_failure: bool = True) -> tuple[Membership, Decision]:
-        """Take in that the generation has ended before the job did; what hosts there are now is asked next.
+        """Take in that the generation has ended before the job did; the present hosts are asked for next.
 
         Args:
-            names: hosts that were lost, or on which a rank was killed.
-            is_failure: it did not end by itself; False after `Regroup`.
+            names: the names of hosts that were lost, or on which a rank was killed.
+            is_failure: True where it ended by a failure; False after `Regroup`.
         """
         restarts = self.restarts + is_failure
         now = replace(self, hosts=(), failures=self._counted(names), restarts=restarts, is_regrouping=False)
@@ -143,7 +147,7 @@ class Membership:
     def _fit(self) -> tuple[Host, ...]:
         return tuple(host for host in self.known if self.failures.get(host.name, 0) < self.rules.patience)
 
-    def _wanted(self) -> tuple[Host, ...]:
+    def _next_hosts(self) -> tuple[Host, ...]:
         """Return the hosts for the next generation: those of the present one come first, in their order.
 
         So rank 0 stays on its host for as long as that is there.
@@ -153,14 +157,14 @@ class Membership:
         return tuple(fit[: self.rules.most])
 
     def _begin(self) -> tuple[Membership, Decision]:
-        wanted = self._wanted()
-        if len(wanted) < self.rules.least:
+        next_hosts = self._next_hosts()
+        if len(next_hosts) < self.rules.least:
             # Said so that nobody looks for a host that is up, and was left out for its failures.
             excluded = [name for name, count in self.failures.items() if count >= self.rules.patience]
             suffix = ""
             if excluded:
                 suffix = f"; {', '.join(sorted(excluded))} failed {self.rules.patience} times"
-            return self, Wait(f"{len(wanted)} of at least {self.rules.least} hosts are there{suffix}")
+            return self, Wait(f"{len(next_hosts)} of at least {self.rules.least} hosts are there{suffix}")
         # Numbers only rise: ranks of an older generation see the newer one in the run directory, and don't save.
         number = self.generation + 1
-        return replace(self, generation=number, hosts=wanted, is_regrouping=False), Start(number, wanted)
+        return replace(self, generation=number, hosts=next_hosts, is_regrouping=False), Start(number, next_hosts)

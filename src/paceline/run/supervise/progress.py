@@ -1,4 +1,7 @@
-"""Show progress: of a job, by its events (step, loss, speed, time left, memory), and of a command's own work."""
+"""Show progress: of a job, by its events (step, loss, speed, time left, memory), and of a command's own work.
+
+It is shown on a terminal, in a file, or in the output of a notebook's cell.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from paceline.nouns.events import decoded
-from paceline.nouns.reading import lines_after
-from paceline.nouns.record import elapsed_s
+from paceline.nouns.events import events_after
+from paceline.nouns.reading import LineFollower
+from paceline.nouns.step_record import elapsed_s, samples_per_s
+from paceline.run.shown import duration
 
 _WINDOW = 50  # steps over which the speed is taken
-_SILENT_S = 3.0  # of a command's work, in which nothing is printed where a line can't be redrawn
-_LONGEST_S = 1e12  # seconds; a damaged event may have times from which follows anything
+_CELL_EVERY_S = 0.25  # the time between two changes of a cell's line: each is a message to the notebook's page
+_SILENT_S = 3.0  # the time of a command's work in which nothing is printed where a line can't be redrawn
 
 
 class Progress:
-    """Follows `events.jsonl`, from its present end: what is there belongs to earlier attempts of the job."""
+    """The progress of a job by `events.jsonl`, from its present end: events before that are of earlier attempts."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.path = run_dir / "events.jsonl"
-        self.offset = self.path.stat().st_size if self.path.exists() else 0
+        self.follower = LineFollower.at_end(run_dir / "events.jsonl")
         self.total_steps = 0
         self.samples = 0
         self.records: deque[dict[str, Any]] = deque(maxlen=_WINDOW)
@@ -36,24 +39,20 @@ class Progress:
         self.loaded: dict[int, int] = {}  # the steps of the checkpoints that the job loaded, and their positions
         self.saved: str | None = None
         self.checkpoints = (run_dir / "checkpoints").resolve()
-        self.saved_step: int | None = None  # of the newest one there
-        self.copies: dict[str, str] = {}  # by a checkpoint's name, the URL of its copy
+        self.saved_step: int | None = None  # the step of the newest checkpoint there
+        self.copies: dict[str, str] = {}  # the URLs of checkpoints' copies, by the checkpoint's name
         self.has_stopped = False
         self.stopped_step: int | None = None
-        self.asked_to_stop: list[int] = []  # ranks that were, before all stopped
+        self.asked_to_stop: list[int] = []  # the ranks that were asked, before all stopped
         self.evaluation: dict[str, Any] | None = None
-        self.left_out: dict[str, int] | None = None  # of a job with parameter servers: gradients that did not count
+        self.left_out: dict[str, int] | None = None  # the gradients that did not count, with parameter servers
 
     def read(self) -> bool:
-        """Take in what the job has written since; True if there was anything."""
-        try:
-            lines, self.offset = lines_after(self.path, self.offset)
-        except OSError:
-            return False  # it is not there yet
-        for line in lines:
-            for event in decoded(line):
-                self._take(event)
-        return bool(lines)
+        """Take in the events since the last call; return True if there were any."""
+        before = self.follower.offset
+        for event in events_after(self.follower):
+            self._take(event)
+        return self.follower.offset > before
 
     def _take(self, event: dict[str, Any]) -> None:
         kind = event.get("event")
@@ -85,22 +84,22 @@ class Progress:
 
     @property
     def checkpoint(self) -> str | None:
-        """The run's newest checkpoint, unless somebody has removed it."""
+        """Return the run's newest checkpoint, unless somebody has removed it."""
         if self.saved and Path(self.saved).is_dir():
             return self.saved
         return None
 
     @property
     def last(self) -> dict[str, Any] | None:
-        """The last step's record."""
+        """Return the last step's record."""
         return self.records[-1] if self.records else None
 
     def samples_per_s(self) -> float | None:
         """Return the speed over the last steps; None before the second."""
-        return speed(list(self.records))
+        return samples_per_s(list(self.records))
 
     def line(self) -> str:
-        """Return the line, or what the job is doing before its first step."""
+        """Return the progress line, or the job's activity before its first step."""
         last = self.last
         if last is None:
             return self._before_a_step()
@@ -122,42 +121,22 @@ class Progress:
     def _before_a_step(self) -> str:
         if not self.started:
             return "starting"
-        done = max(self.loaded, default=0)
-        if 0 < self.total_steps <= done:
-            return f"step {done}/{self.total_steps}  all were taken before"
+        steps_done = max(self.loaded, default=0)
+        if 0 < self.total_steps <= steps_done:
+            return f"step {steps_done}/{self.total_steps}  all were taken before"
         return "first step"
 
 
-def speed(records: list[dict[str, Any]]) -> float | None:
-    """Return the samples per second between the first and the last of some step records."""
-    seconds = elapsed_s(records)
-    if seconds <= 0:
-        return None
-    samples = sum(record["samples"] for record in records[1:])  # the first record's were done before its time
-    return float(samples / seconds)
-
-
-def duration(seconds: float) -> str:
-    """Write `73` as `1:13`; `?` where it is no time."""
-    if not 0 <= seconds < _LONGEST_S:
-        return "?"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}:{minutes:02d}:{rest:02d}"
-    return f"{minutes}:{rest:02d}"
-
-
 class Screen:
-    """Shows rank output with its prefix, and on a terminal one progress line under it.
+    """Print ranks' output with its prefix, and on a terminal one progress line under it.
 
-    What a stream's encoding lacks is escaped. A stream that takes nothing any more, such as a pipe whose reader has
-    gone or a file on a full disk, is given up, and the job goes on.
+    Characters that a stream's encoding lacks are escaped. A stream that can't be written any more, such as a pipe
+    whose reader has gone or a file on a full disk, is given up, and the job goes on.
 
     Args:
-        out: where ranks' output goes.
-        status: where the progress line goes; redrawn in place if it is a terminal.
-        every_s: seconds between two lines where the line can't be redrawn.
+        out: the stream for the ranks' output.
+        status: the stream for the progress line, which is redrawn in place if it is a terminal.
+        every_s: the seconds between two lines where the line can't be redrawn.
     """
 
     def __init__(self, out: TextIO, status: TextIO, every_s: float = 10.0) -> None:
@@ -176,7 +155,7 @@ class Screen:
         self._draw()
 
     def say(self, text: str) -> None:
-        """Print a line of the supervisor's own."""
+        """Print a line of the supervisor itself."""
         self._clear()
         self._print(text + "\n", self.status)
         self._draw()
@@ -201,7 +180,7 @@ class Screen:
         self.printed_at_s = float("-inf")
 
     def clear(self) -> None:
-        """Take the progress line away."""
+        """Remove the progress line."""
         self._clear()
         self.shown = ""
 
@@ -224,24 +203,46 @@ class Screen:
 
     def _give_up(self, stream: TextIO, found: str) -> None:
         self.given_up.add(stream)
-        with contextlib.suppress(OSError, ValueError):  # what is still buffered must not fail again at the end
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
+        with contextlib.suppress(OSError, ValueError):  # text in the buffer must not fail again at the end
+            null_device = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null_device, stream.fileno())
+            os.close(null_device)
         name = "standard output" if stream is self.out else "standard error"
         self.say(f"paceline: {name} can't be written ({found}); the job goes on without it")
 
 
+class CellScreen(Screen):
+    """Show a job in a cell. The line is a display of its own, which notebooks change in place, and keep when saved."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stdout, sys.stdout, _CELL_EVERY_S)
+        self.handle: Any = None
+
+    def show_progress(self, line: str, now_s: float) -> None:
+        """Change the line."""
+        if line == self.shown or now_s - self.printed_at_s < self.every_s:
+            return
+        self.shown = line
+        self.printed_at_s = now_s
+        if self.handle is None:
+            import IPython.display
+
+            display: Any = IPython.display.display
+            self.handle = display({"text/plain": line}, raw=True, display_id=True)
+        else:
+            self.handle.update({"text/plain": line}, raw=True)
+
+
 class WorkProgress:
-    """Shows on standard error what a command works at, how much of it is done, how fast, and how long the rest takes.
+    """Show on standard error a command's current work, the part that is done, the speed, and the time left.
 
     Args:
-        unit: what the work is counted in, such as "plans".
-        now_s: a clock.
+        unit: the unit in which the work is counted, such as "plans".
+        now_s: a function that returns the seconds of a clock.
 
     Attributes:
-        total: units of all the work; 0 while that is not known.
-        is_most: some of it may turn out to be needless.
+        total: the number of units of all the work; 0 while that is not known.
+        is_most: True where some of the work may turn out to be needless.
     """
 
     def __init__(self, unit: str, now_s: Callable[[], float] = time.monotonic) -> None:
@@ -252,7 +253,7 @@ class WorkProgress:
         self.total = 0.0
         self.is_most = False
         self.num_done = 0.0
-        self.parts: dict[int, str] = {}  # that are worked at, by number
+        self.parts: dict[int, str] = {}  # the parts in work, by number
 
     def __enter__(self) -> WorkProgress:
         return self
@@ -261,7 +262,7 @@ class WorkProgress:
         self.screen.clear()
 
     def begins(self, part: str, number: int = 0) -> None:
-        """Say what is worked at from now on, in place of the part with the same number."""
+        """Show the part of the work that begins, in place of the part with the same number."""
         self.parts[number] = part
         self.shows()
 
@@ -271,14 +272,14 @@ class WorkProgress:
         self.adds(1)
 
     def begin_anew(self, part: str) -> None:
-        """Begin other work, of which nothing is done."""
+        """Begin other work, of which nothing is done yet."""
         self.began_s = self.now_s()
         self.num_done = 0.0
         self.parts = {0: part}
 
-    def counts(self, done: int, total: int) -> None:
-        """Say how many units are done, and of how many."""
-        self.num_done, self.total = done, total
+    def counts(self, num_done: int, total: int) -> None:
+        """Set the number of units that are done, and of all units."""
+        self.num_done, self.total = num_done, total
         self.shows()
 
     def adds(self, units: float) -> None:
@@ -287,32 +288,46 @@ class WorkProgress:
         self.shows()
 
     def shows(self) -> None:
-        """Bring the line up to date."""
+        """Show the current line."""
         now_s = self.now_s()
         if self.parts and (self.screen.is_live or now_s - self.began_s >= _SILENT_S):
             self.screen.show_progress(self.line(), now_s)
 
     def line(self) -> str:
-        """Return the line."""
+        """Return the line to show."""
         worked_s = max(self.now_s() - self.began_s, 1e-9)
-        what = ", ".join(self.parts.values())
+        parts = ", ".join(self.parts.values())
         if not self.num_done:
-            text = f"{what}: {duration(worked_s)} so far"
+            text = f"{parts}: {duration(worked_s)} so far"
         else:
-            of = "of up to" if self.is_most else "of"
+            of_words = "of up to" if self.is_most else "of"
             most = "at most " if self.is_most else ""
             left_s = worked_s / self.num_done * max(0, self.total - self.num_done)
             rate = f"{60 * self.num_done / worked_s:,.1f} a minute"
-            done = f"{self.num_done:,.0f} {of} {self.total:,.0f} {self.unit}"
-            text = f"{done}, {rate}, {most}{duration(left_s)} left: {what}"
+            counted = f"{self.num_done:,.0f} {of_words} {self.total:,.0f} {self.unit}"
+            text = f"{counted}, {rate}, {most}{duration(left_s)} left: {parts}"
         return text[: shutil.get_terminal_size().columns - 1] if self.screen.is_live else text
 
 
 def encodable(text: str, encoding: str | None) -> str:
-    """Return the text with what the encoding lacks written as escapes."""
+    """Return the text with characters that the encoding lacks written as escapes."""
     encoding = encoding or "utf-8"
     try:
         text.encode(encoding)
     except UnicodeEncodeError:
         return text.encode(encoding, "backslashreplace").decode(encoding)
     return text
+
+
+def notebook_shell() -> Any | None:
+    """Return IPython's shell, if this process is the kernel of a notebook; None: it is not."""
+    ipython = sys.modules.get("IPython")  # not imported: without it there is no notebook
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell if getattr(shell, "kernel", None) is not None else None
+
+
+def label_of(shell: Any, name: str) -> str:
+    """Return a notebook's label, such as `Cell In[3]`, for code that a traceback calls `name`; "" for a file."""
+    compiled = getattr(shell, "compile", None)
+    label = getattr(compiled, "format_code_name", lambda name: None)(name)
+    return " ".join(label) if label else ""

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from paceline.launch.local import rank_environment
-from paceline.launch.orphans import die_with_parent
+from paceline.launch.process_exit import die_with_parent
 from paceline.rendezvous.interfaces import address_towards, open_listener
 
 POLL_S = 0.1  # seconds between two questions to the actors
@@ -30,7 +30,7 @@ FAILED = 1  # the exit code of a rank whose actor has gone
 
 
 class HostActor:
-    """An actor: one rank's process, its place and its output."""
+    """An actor that runs one rank's process and keeps its output."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
@@ -38,18 +38,18 @@ class HostActor:
         self.lock = threading.Lock()
         self.listener: socket.socket | None = None
 
-    def where(self) -> str:
-        """Return the node that it is on."""
+    def node_address(self) -> str:
+        """Return the address of the node on which the actor runs."""
         import ray.util
 
         find: Any = ray.util.get_node_ip_address
         return str(find())
 
-    def listen(self, others: Sequence[str]) -> str:
-        """Open the socket of the ranks' store, at the address that the others reach, and return HOST:PORT."""
-        node = self.where()
-        away = [other for other in others if other != node]
-        address = address_towards(away[0]) if away else "127.0.0.1"
+    def listen(self, nodes: Sequence[str]) -> str:
+        """Open the socket of the ranks' store, at an address that other nodes reach, and return HOST:PORT."""
+        node = self.node_address()
+        remote_nodes = [address for address in nodes if address != node]
+        address = address_towards(remote_nodes[0]) if remote_nodes else "127.0.0.1"
         self.listener = open_listener(address, 0)
         return f"{address}:{self.listener.getsockname()[1]}"
 
@@ -83,7 +83,7 @@ class HostActor:
                 self.lines.append(line.decode(errors="replace").rstrip("\n"))
 
     def poll(self) -> tuple[list[str], int | None]:
-        """Return what was written since, and the exit code once it has ended."""
+        """Return the lines since the last call, and the exit code; None: the rank still runs."""
         assert self.process is not None
         status = self.process.poll()
         if status is not None:
@@ -106,12 +106,12 @@ def main() -> int:
         return 2
     options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     if job["address"] == "local":
-        # One for this job alone: on loopback, with as many CPUs as its ranks take, and no dashboard.
-        wanted = sum(bundle.get("CPU", 0) for bundle in job["bundles"])
+        # A cluster only for this job: on loopback, with as many CPUs as its ranks take, and no dashboard.
+        num_cpus = sum(bundle.get("CPU", 0) for bundle in job["bundles"])
         # A folder of its own: a socket's path has 107 characters at most.
         folder = tempfile.mkdtemp(prefix="paceline-ray-", dir="/tmp" if os.path.isdir("/tmp") else None)
         options["_temp_dir"] = folder
-        ray.init(num_cpus=max(1, int(wanted)), include_dashboard=False, _node_ip_address="127.0.0.1", **options)
+        ray.init(num_cpus=max(1, int(num_cpus)), include_dashboard=False, _node_ip_address="127.0.0.1", **options)
     else:
         ray.init(address=job["address"], **options)
     try:
@@ -146,20 +146,20 @@ def _run(ray: Any, job: dict[str, Any]) -> int:
 
 
 def _start(ray: Any, actors: Sequence[Any], job: dict[str, Any]) -> None:
-    """Tell every rank its place: ranks of one node follow each other, in the order in which nodes come."""
-    where = ray.get([actor.where.remote() for actor in actors])
-    nodes = list(dict.fromkeys(where))  # in the order in which they come first
-    order = sorted(range(len(actors)), key=lambda number: (nodes.index(where[number]), number))
+    """Start every rank with its place: ranks of one node follow each other, in the order in which nodes come."""
+    node_of_actor = ray.get([actor.node_address.remote() for actor in actors])
+    nodes = list(dict.fromkeys(node_of_actor))  # in the order in which they come first
+    order = sorted(range(len(actors)), key=lambda number: (nodes.index(node_of_actor[number]), number))
     master = ray.get(actors[order[0]].listen.remote(nodes))
     calls = []
     for rank, number in enumerate(order):
-        on_node = [at for at in order if where[at] == where[number]]
+        on_node = [at for at in order if node_of_actor[at] == node_of_actor[number]]
         place = {
             "PACELINE_RANK": str(rank),
             "PACELINE_WORLD_SIZE": str(len(actors)),
             "PACELINE_LOCAL_RANK": str(on_node.index(number)),
             "PACELINE_LOCAL_SIZE": str(len(on_node)),
-            "PACELINE_CROSS_RANK": str(nodes.index(where[number])),
+            "PACELINE_CROSS_RANK": str(nodes.index(node_of_actor[number])),
             "PACELINE_CROSS_SIZE": str(len(nodes)),
             "PACELINE_MASTER": master,
         }
@@ -172,7 +172,7 @@ def _start(ray: Any, actors: Sequence[Any], job: dict[str, Any]) -> None:
 
 
 def _watch(ray: Any, actors: Sequence[Any]) -> int:
-    """Show what the ranks write until all have ended; when one fails, the others have a moment to say so too."""
+    """Print the ranks' output until all have ended; when one fails, the others get a moment for their own errors."""
     import time
 
     statuses: dict[int, int] = {}

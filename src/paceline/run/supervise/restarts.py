@@ -15,7 +15,7 @@ from paceline.run.failures import format_failure
 from paceline.run.supervise.progress import Progress, Screen
 from paceline.run.supervise.supervisor import THE_COMMAND, Ending, HostAssignment, JobRequest, Supervisor
 
-VARIABLE = "PACELINE_RESTART"  # of the ranks: which restart this is; the event `start` has it
+VARIABLE = "PACELINE_RESTART"  # the ranks' variable with the number of the restart, which the event `start` has, too
 
 
 def no_assignments(restart: int) -> Sequence[HostAssignment]:
@@ -25,11 +25,11 @@ def no_assignments(restart: int) -> Sequence[HostAssignment]:
 
 @dataclass(frozen=True, slots=True)
 class Restarts:
-    """How often a job is started again.
+    """The number of restarts of a job, and a function that prepares the hosts of each.
 
     Args:
-        most: restarts, however far each of them comes; 0: none.
-        assignments: returns the hosts of a restart, by its number from 1, ready to start ranks.
+        most: the largest number of restarts, however far each of them comes; 0: none.
+        assignments: a function that returns the hosts of a restart, by its number from 1, ready to start ranks.
     """
 
     most: int = 0
@@ -41,12 +41,12 @@ class Tries:
     """A job's tries: the first, and its restarts.
 
     Each has a supervisor of its own. A signal between two of them ends the job, too: the handlers of the first
-    supervisor stay until `restore_signals`, and all of them note signals in one list.
+    supervisor stay until `restore_signals`, and all of them append to one list of signals.
 
     Args:
-        plan: of the job.
-        restarts: how often it is started again.
-        screen: for people.
+        plan: the plan of the job.
+        restarts: the number of restarts, and their hosts.
+        screen: the screen that shows messages and output to the user.
     """
 
     plan: Plan
@@ -69,7 +69,7 @@ class Tries:
             is_last = restart == self.restarts.most or request.is_taken
             if ending.status != "failed" or self.asked_to_stop or is_last:
                 return ending, progress
-            why_not = self._why_not(ending, progress, restart)
+            why_not = self._why_not(ending, progress, restart, request.is_plain)
             if why_not:
                 self.screen.say(f"paceline: no restart: {why_not}")
                 return ending, progress
@@ -91,22 +91,23 @@ class Tries:
         """Set the signal handlers that were there before `run`."""
         self.handlers.close()
 
-    def _why_not(self, ending: Ending, progress: Progress, restart: int) -> str:
-        """Return why the job is not started again; "" where it is."""
+    def _why_not(self, ending: Ending, progress: Progress, restart: int, is_plain: bool) -> str:
+        """Return the reason why the job is not started again; "" where it is. Steps of a plain script are not known."""
         cause = ending.cause
         if cause is None:
             return "its ranks were killed on purpose"
         if cause["is_paceline"] and ending.exit_code == MEETS_NOT:
             return "what the job asks for would be refused again"
         # A file's own error before the first step would come again. A process that a signal ended may do better.
-        if restart == 0 and progress.last is None and not _died_silently(ending):
+        is_before_first_step = restart == 0 and progress.last is None and not is_plain
+        if is_before_first_step and not _died_silently(ending):
             return "the job failed before its first step, and would do so again"
         return ""
 
     def _prepared(self, request: JobRequest, ending: Ending, progress: Progress, restart: int) -> JobRequest | None:
-        """Say why and from where the job starts again, and return its request; None: it can't."""
+        """Print that the job starts again, and from where, and return its request; None: it can't be started."""
         assert ending.cause is not None
-        self.screen.say(f"paceline: {format_failure(ending.cause, ending.others)}")
+        self.screen.say(f"paceline: {format_failure(ending.cause, ending.peer_count)}")
         run_dir = request.run_dir
         remarks: list[str] = []
         try:
@@ -122,6 +123,10 @@ class Tries:
             for remark in remarks:
                 self.screen.say(f"paceline: {remark}")
         origin = f"from {resume.name}" if resume else "from the beginning: the job has no checkpoint"
+        if request.is_plain:
+            origin = "from the beginning of the script"
+        if (run_dir / directory.COMMITTED).exists():
+            origin = "from its last commit"
         self.screen.say(f"paceline: restart {restart} of {self.restarts.most}, {origin}{self._standstill(progress)}")
         environment = {**request.environment, VARIABLE: str(restart)}
         return dataclasses.replace(request, resume=resume, assignments=assignments, environment=environment)
@@ -143,7 +148,7 @@ def check_restarts(most: int) -> None:
 
 
 def _died_silently(ending: Ending) -> bool:
-    """True if a process ended without an error of its own, as by a signal."""
+    """Return True if a process ended without an error of its own, as by a signal."""
     cause = ending.cause
     assert cause is not None
-    return ending.is_of_hosts or (cause["type"] == "ProcessDied" and not cause["is_paceline"])
+    return ending.is_host_failure or (cause["type"] == "ProcessDied" and not cause["is_paceline"])

@@ -1,9 +1,9 @@
-"""Tell people where the ranks of a job stand when no rank makes progress: which wait in which call, which don't.
+"""Tell the user where the ranks of a job stand when no rank makes progress: which wait in which call, which don't.
 
 Each rank writes down where it stands after some time without progress (`run/rank/watchdog.py`). A notice ends
 nothing: a long first step, a compilation, an evaluation or a debugger looks alike. One thing is certain, and ends the
 job whether notices are wanted or not: a rank that has closed its job after step N while another waits for it in a
-later step. Otherwise a job ends for want of progress only where somebody said after how long: see `Timeout`.
+later step. Otherwise a job ends for want of progress only where the user set a time for that: see `Timeout`.
 """
 
 from __future__ import annotations
@@ -17,41 +17,38 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.nouns.errors import ReadError, UsageError
-from paceline.nouns.reading import COUNT, read_json
+from paceline.nouns.errors import UsageError
 from paceline.run.failures import made_no_progress
-from paceline.run.supervise.verdict import Verdict
+from paceline.run.read.standing import STALLS, Report, by_standing, read_reports, standing
+from paceline.run.shown import rank_names
+from paceline.run.supervise.stall_verdict import Verdict
 
 if TYPE_CHECKING:  # every job begins with this file, and few ever stand still
     from paceline.run.job_facts import Facts, RankFacts
 
-AT_START = "the start, until all ranks are there"  # what a rank waits in
-FOLDER = "stalls"  # in the run directory
+AT_START = "the start, until all ranks are there"  # the name of a rank's wait for the others before the first step
 VARIABLE = "PACELINE_STALL_NOTICE"
-TIMEOUT_VARIABLE = "PACELINE_STALL_TIMEOUT"  # from `paceline run` to the rank that it becomes
+TIMEOUT_VARIABLE = "PACELINE_STALL_TIMEOUT"  # the variable from `paceline run` to the rank that it becomes
 DEFAULT_S = 60.0
-_EARLY = 0.75  # of the notice time: reports come a little late, and the notice should not
+_EARLY = 0.75  # the share of the notice time: reports come a little late, and the notice should not
 _AGAIN = 10  # times the notice time until the same notice comes again, and twice as long after each
 _MINUTE_S = 60.0
-_FRAMES = 8  # of a stack that is shown
-_MOST_PASSED_S = 5.0  # that one look counts: this process, or the whole host, may have been suspended since the last
-_ANSWER_S = (4.0, 60.0)  # for ranks to answer: a tenth of the timeout within these; a network file system may be slow
-_IDLE = 0.2  # cores: a rank that uses less is not computing
+_FRAMES = 8  # the number of frames of a stack that are shown
+_MOST_PASSED_S = 5.0  # the most that one look counts: this process, or the whole host, may have been suspended
+_ANSWER_S = (4.0, 60.0)  # bounds for a tenth of the timeout, the time to answer: a network file system may be slow
 _STATES = {"T": "its process is stopped (SIGSTOP?)", "t": "a debugger has stopped its process", "Z": "it has ended"}
 _GOES_ON = "nothing reported: it makes progress, or runs native code that lets no other thread run"
-
-Report = dict[str, Any]
 
 
 @dataclass(slots=True)
 class Stalls:
-    """The reports that the ranks of one job have written, and the notices that people got of them.
+    """The reports that the ranks of one job have written, and the notices to the user about them.
 
     Args:
-        run_dir: of the job.
-        notice_s: seconds without progress after which people are told; 0: never.
-        ranks: number of ranks of the job, on all hosts.
-        verdict: is asked for the cause after a notice; None: nobody is.
+        run_dir: the run directory of the job.
+        notice_s: the seconds without progress after which the user is told; 0: never.
+        ranks: the number of ranks of the job, on all hosts.
+        verdict: the object that asks the ranks for the cause after a notice; None: nobody asks.
     """
 
     run_dir: Path
@@ -60,19 +57,19 @@ class Stalls:
     verdict: Verdict | None = None
     # By key: when the notice was given, and the pause until it may come again.
     notices: dict[tuple[Any, ...], tuple[float, float]] = field(default_factory=dict)
-    is_told: bool = False  # the present stall has been
+    is_told: bool = False  # True where a notice of the present stall was given
     reports: list[Report] = field(default_factory=list)
-    # By rank: what tells its newest report from others, and when that was seen.
+    # By rank: the identity of its newest report, and the time when that was first seen.
     seen: dict[int, tuple[tuple[float, float], float]] = field(default_factory=dict)
 
     def look(self, now_s: float, pids: Mapping[int, int]) -> list[str]:
-        """Read what the ranks wrote, and return the lines to tell people now.
+        """Read the ranks' reports, and return the lines to print for the user now.
 
         Args:
-            now_s: of a clock that only goes forward.
-            pids: processes of ranks on this host, by rank.
+            now_s: the seconds of a clock that only goes forward.
+            pids: the processes of ranks on this host, by rank.
         """
-        self.reports = read_reports(self.run_dir / FOLDER)  # also without notices: `who_left` judges by them
+        self.reports = read_reports(self.run_dir / STALLS)  # also without notices: `who_left` judges by them
         if not self.notice_s:
             return []
         longest_s = max((self._stalled_s(report, now_s) for report in self.reports), default=0.0)
@@ -102,13 +99,13 @@ class Stalls:
         """Return the seconds without progress of a rank that wrote a report, and has written no other since."""
         # Its time is only compared with the one before: clocks of hosts differ, and are set while a job runs.
         rank, stalled_s = int(report["rank"]), float(report["stalled_s"])
-        this = float(report["at"]), stalled_s
-        if self.seen.get(rank, (None, 0.0))[0] != this:
-            self.seen[rank] = (this, now_s)
+        identity = float(report["at"]), stalled_s
+        if self.seen.get(rank, (None, 0.0))[0] != identity:
+            self.seen[rank] = (identity, now_s)
         return stalled_s + now_s - self.seen[rank][1]
 
     def _notice_key(self) -> tuple[Any, ...]:
-        """Return what tells one notice from another: the ranks that wait, with their calls and lines.
+        """Return the key of a notice: the ranks that wait, with their calls and lines.
 
         Ranks that don't wait are no part of it: their lines change, and it stays the same notice.
         """
@@ -119,7 +116,7 @@ class Stalls:
         return tuple(waits)
 
     def _missing(self, pids: Mapping[int, int]) -> dict[int, str]:
-        """Return what is known of ranks that wrote nothing."""
+        """Return a sentence about each rank that wrote no report, by rank."""
         reported = {report["rank"] for report in self.reports}
         missing = {}
         for rank in range(self.ranks):
@@ -130,16 +127,16 @@ class Stalls:
         return missing
 
     def clear(self) -> None:
-        """Remove the folder if it is empty; reports of ranks that were killed stay for people to read."""
+        """Remove the folder if it is empty; reports of ranks that were killed stay for the user to read."""
         with contextlib.suppress(OSError):
-            (self.run_dir / FOLDER).rmdir()
+            (self.run_dir / STALLS).rmdir()
 
     def who_left(self, ended: Sequence[int] = ()) -> int | None:
         """Return a rank that has closed its job while another waits for it in a later step; None: there is none.
 
         Args:
-            ended: ranks whose processes have ended well. One of them has left, too, while another waits at the start,
-                where all ranks meet.
+            ended: the ranks whose processes have ended well. One of them has left, too, while another waits at the
+                start, where all ranks meet.
         """
         if ended and any(report["waits_in"] == AT_START for report in self.reports):
             return min(ended)
@@ -153,8 +150,8 @@ class Stalls:
             return None
         latest_step = max(awaited_steps)
         closing = [report for report in self.reports if report["is_closing"]]
-        left = [report["rank"] for report in closing if report["steps_done"] < latest_step]
-        return min(left, default=None)
+        early_ranks = [report["rank"] for report in closing if report["steps_done"] < latest_step]
+        return min(early_ranks, default=None)
 
 
 @dataclass(slots=True)
@@ -166,12 +163,12 @@ class Timeout:
     progress for as long; a rank that gives no answer twice is stopped, or holds Python's lock in native code.
 
     Args:
-        run_dir: of the job.
-        seconds: without progress; 0: the job is never ended.
-        verdict: asks the ranks.
-        quiet_s: seconds without progress so far, as this process looked on.
-        looked_s: when it looked last.
-        silent: ranks that gave no answer when they were asked last; None: they were not asked.
+        run_dir: the run directory of the job.
+        seconds: the seconds without progress after which the job is ended; 0: it is never ended.
+        verdict: the object that asks the ranks.
+        quiet_s: the seconds without progress so far, as this process looked on.
+        looked_s: the time of the last look, by the clock of `now_s`.
+        silent: the ranks that gave no answer when they were asked last; None: they were not asked.
     """
 
     run_dir: Path
@@ -186,7 +183,7 @@ class Timeout:
         self.verdict = Verdict(self.run_dir, min(max(self.seconds / 10, least_s), most_s))
 
     def progress(self, ago_s: float = 0.0) -> None:
-        """Take in that the job made progress, so many seconds ago."""
+        """Take in that the job made progress, `ago_s` seconds ago."""
         self.quiet_s = min(self.quiet_s, ago_s)
         self.silent = None
         self.verdict.drop()  # answers from before it
@@ -195,10 +192,10 @@ class Timeout:
         """Return the failure of a job that is to be ended; None: it goes on, or is not known to stand.
 
         Args:
-            now_s: of a clock that only goes forward.
-            at: seconds since the epoch.
-            ended: ranks that have ended.
-            pids: processes of ranks on this host, by rank; 0 of one that is not started yet.
+            now_s: the seconds of a clock that only goes forward.
+            at: the time in seconds since the epoch.
+            ended: the ranks that have ended.
+            pids: the processes of ranks on this host, by rank; 0 for one that is not started yet.
         """
         self.quiet_s += min(max(now_s - self.looked_s, 0.0), _MOST_PASSED_S)
         self.looked_s = now_s
@@ -232,28 +229,26 @@ class Timeout:
         return is_known
 
     def _found(self, ranks: Sequence[RankFacts]) -> str:
-        """Return the cause, where there is one, and where each rank stands."""
-        ranks_by_standing: dict[str, list[int]] = {}
+        """Return the cause, where there is one, and the position of each rank."""
+        positions = []
         for rank in ranks:
-            text = f"no answer, {rank.state or ('running' if rank.pid else 'its job has not begun')}"
-            if rank.answer is not None:
-                text = _standing(rank.answer)
-            ranks_by_standing.setdefault(text, []).append(rank.rank)
-        standings = [f"{_ranks(numbers)}: {text}" for text, numbers in ranks_by_standing.items()]
+            silent = f"no answer, {rank.state or ('running' if rank.pid else 'its job has not begun')}"
+            positions.append((rank.rank, silent if rank.answer is None else standing(rank.answer)))
+        standings = [f"{rank_names(numbers)}: {text}" for text, numbers in by_standing(positions).items()]
         first = self.verdict.found[0].text if self.verdict.found else "no step was taken, and no collective begun"
         return f"{first} ({'; '.join(standings)})"
 
     def _fix(self, ranks: Sequence[RankFacts]) -> str:
-        """Return what to do, and where the stacks are, which are written now."""
-        # Not the cause's own: that is about processes which are ended now.
+        """Return the advice, with the folder of the stacks, which are written now."""
+        # Not the advice of the cause: that is about processes which are ended now.
         folder = self._write_stacks(ranks)
         stacks = f"look at the stacks in {folder}, or " if folder is not None else ""
         return f"{stacks}raise --stall-timeout if the job may take so long there"
 
     def _write_stacks(self, ranks: Sequence[RankFacts]) -> Path | None:
-        """Write what the ranks answered to a folder of its own: the next start removes the other reports."""
+        """Write the ranks' answers to a folder of their own: the next start removes the other reports."""
         number = 1
-        while (folder := self.run_dir / FOLDER / f"ended-{number}").exists():
+        while (folder := self.run_dir / STALLS / f"ended-{number}").exists():
             number += 1
         answers = {rank.rank: rank.answer for rank in ranks if rank.answer is not None}
         if not answers:
@@ -262,21 +257,21 @@ class Timeout:
             folder.mkdir(parents=True)
             for number, answer in answers.items():
                 (folder / f"{number}.json").write_text(json.dumps(answer, indent=1))
-        except OSError:  # the error is said without them
+        except OSError:  # the error is reported without them
             return None
         return folder
 
     def _culprit(self) -> int | None:
-        """Return the one rank that the others wait for; None: there is none, or several."""
+        """Return the only rank that the others wait for; None: there is none, or several."""
         first = self.verdict.found[0] if self.verdict.found else None
         return first.ranks[0] if first is not None and len(first.ranks) == 1 else None
 
 
 def notice_time(environment: Mapping[str, str]) -> float:
-    """Return the seconds without progress after which people are told; 0: never.
+    """Return the seconds without progress after which the user is told; 0: never.
 
     Raises:
-        UsageError: the variable has something else.
+        UsageError: the variable's value is no number of seconds.
     """
     text = environment.get(VARIABLE) or f"{DEFAULT_S}"
     try:
@@ -289,53 +284,20 @@ def notice_time(environment: Mapping[str, str]) -> float:
     return seconds
 
 
-def read_reports(folder: Path) -> list[Report]:
-    """Return the reports in a folder, ordered by rank; one that can't be read, or has another form, is left out."""
-    reports = []
-    for path in folder.glob("*.json"):
-        try:
-            report = read_json(path, _FORM)
-        except ReadError:
-            continue
-        if all(len(frame) == _FRAME_PARTS for frame in report["stack"]):
-            reports.append(report)
-    return sorted(reports, key=lambda report: int(report["rank"]))
-
-
-# What `run/rank/watchdog.py` writes. A frame of the stack is its file, line and function.
-_FORM = {
-    "rank": COUNT,
-    "at": float,
-    "stalled_s": float,
-    "cpu_s": float,
-    "step": (COUNT, None),
-    "steps_done": COUNT,
-    "waits_in": (str, None),
-    "is_in_step": bool,
-    "is_closing": bool,
-    "line": (str, None),
-    "stack": [[(str, COUNT)]],
-}
-_FRAME_PARTS = 3
-
-
 def _notice(reports: Sequence[Report], longest_s: float, missing: Mapping[int, str], pause_s: float) -> list[str]:
     """Return the notice, line by line.
 
     Args:
-        reports: of the ranks that wrote one.
-        longest_s: seconds without progress, of the rank that has had none for longest.
-        missing: of the others, what is known of each, by rank.
-        pause_s: until the same notice comes again.
+        reports: the reports of the ranks that wrote one.
+        longest_s: the largest number of seconds without progress of any rank.
+        missing: a sentence about each rank that wrote no report, by rank.
+        pause_s: the seconds until the same notice comes again.
     """
-    ranks_by_standing: dict[str, list[int]] = {}
-    for report in reports:
-        ranks_by_standing.setdefault(_standing(report), []).append(report["rank"])
-    for rank, text in missing.items():
-        ranks_by_standing.setdefault(text, []).append(rank)
+    reported = [(report["rank"], standing(report)) for report in reports]
+    ranks_by_standing = by_standing([*reported, *missing.items()])
     lines = [f"paceline: no progress for {longest_s:.0f} s"]
     for text, ranks in ranks_by_standing.items():
-        lines.append(f"  {_ranks(ranks)}: {text}")
+        lines.append(f"  {rank_names(ranks)}: {text}")
     lines.append(f"  {_meaning(reports, missing)}")
     # One stack for ranks that stand at the same place, and at most two of those that wait and two of the others.
     first_ranks = {ranks[0] for ranks in ranks_by_standing.values()}
@@ -349,21 +311,8 @@ def _notice(reports: Sequence[Report], longest_s: float, missing: Mapping[int, s
     return lines
 
 
-def _standing(report: Mapping[str, Any]) -> str:
-    """Return in a few words where a rank stands: equal for ranks at the same place."""
-    if report.get("is_closing"):
-        return f"left its loop after step {report['steps_done']}, closing the job"
-    step = "" if report["step"] is None else f"step {report['step']}, "
-    line = report["line"] or _innermost(report)
-    if report["waits_in"]:
-        return f"{step}waiting in {report['waits_in']}, called at {line}"
-    is_idle = report["cpu_s"] < _IDLE * report["stalled_s"]
-    activity = "idle" if is_idle else "computing"
-    return f"{step}at {line}, {activity}"
-
-
 def _meaning(reports: Sequence[Report], missing: Mapping[int, str]) -> str:
-    """Return what the reports may mean, in a sentence."""
+    """Return a sentence about the meaning of the reports."""
     waiting = {report["waits_in"] for report in reports if report["waits_in"]}
     if not waiting:
         return "None waits for another: a long step, a compilation, an evaluation or slow data looks like this."
@@ -381,24 +330,8 @@ def _stack(report: Report) -> list[str]:
     return lines
 
 
-def _innermost(report: Mapping[str, Any]) -> str:
-    if not report["stack"]:
-        return "an unknown line"
-    file, line, name = report["stack"][0]
-    return f"{file}:{line} ({name})"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as they stand in a line: the first eight, and how many more."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    numbers = ", ".join(map(str, ranks[:8]))
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"ranks {numbers}{more}"
-
-
 def process_state(pid: int) -> str:
-    """Return the kernel's letter for what a process does, such as S or T; "" where that can't be known."""
+    """Return the kernel's letter for the state of a process, such as S or T; "" where that can't be known."""
     try:
         content = Path(f"/proc/{pid}/stat").read_text(errors="replace")
         # The state comes after the program's name in brackets, which may have spaces and brackets of its own.

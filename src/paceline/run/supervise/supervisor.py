@@ -14,10 +14,13 @@ from typing import Any
 
 from paceline.checkpoint.owner import TOKEN, Ownership
 from paceline.launch.local import RankSettings
+from paceline.launch.process_template import Start
 from paceline.launch.rank_assignment import HostRanks, Rendezvous, with_servers
-from paceline.launch.template import Start
+from paceline.launch.torchrun_variables import AS_TORCHRUN, has_rank
 from paceline.nouns.clock import Clock, WallClock
 from paceline.nouns.errors import UsageError, how_to_write
+from paceline.rendezvous.interfaces import LOOPBACK, open_listener
+from paceline.rendezvous.launcher_env import joined_address
 from paceline.run.failures import (
     STALLED,
     first_cause,
@@ -28,24 +31,23 @@ from paceline.run.failures import (
     silent_death,
     unwritten_failure,
 )
-from paceline.run.output import OutputLog
+from paceline.run.job_settings import GRACE_S
 from paceline.run.private import PrivateFolder, make_private
+from paceline.run.rank_output import OutputLog
 from paceline.run.supervise.agent import OUTLIVED_S
 from paceline.run.supervise.host_backend import HostBackend, Listening, LocalBackend
 from paceline.run.supervise.progress import Progress, Screen
-from paceline.run.supervise.restart_policy import Replaced
-from paceline.run.supervise.server_news import ServerNews
+from paceline.run.supervise.stall_verdict import Verdict
 from paceline.run.supervise.stalls import DEFAULT_S, VARIABLE, Stalls, Timeout, process_state
-from paceline.run.supervise.verdict import Verdict
+from paceline.run.supervise.supervise_servers import Replaced, ServerNews
 from paceline.server.coordinator.absences import silence_s
 
 # All times are in seconds.
 SETTLE_S = 0.5  # after the first death the others may write down what they saw, then they are killed
-HELD_S = 3.0  # for output, after the last process has ended
-LEFT_BEHIND_S = 5.0  # for a worker that the others went on without, when they have ended
-GRACE_S = 30.0  # for a checkpoint after Ctrl-C or SIGTERM
-THE_COMMAND = "paceline run"  # in `Ending.stop_sent_to`: the command was asked to stop, not a rank
-_LOOK_S = 1.0  # between two looks for ranks that make no progress
+HELD_S = 3.0  # the time to wait for output after the last process has ended
+LEFT_BEHIND_S = 5.0  # the time to wait for a worker that the others, which have ended, went on without
+THE_COMMAND = "paceline run"  # the value of `Ending.stop_sent_to` where the command was asked to stop, not a rank
+_LOOK_S = 1.0  # the time between two looks for ranks that make no progress
 _TICK_S = 0.1
 # Characters of the folder for temporary files: with the private folder's name and a data loader's socket the path has
 # 107, the most that Linux takes.
@@ -54,7 +56,7 @@ _LONGEST_FOLDER = 70
 
 @dataclass(frozen=True, slots=True)
 class HostAssignment:
-    """A host, the ranks that it has, and where they meet."""
+    """A host, its ranks, and their rendezvous."""
 
     backend: HostBackend
     host_ranks: HostRanks
@@ -66,16 +68,22 @@ class JobRequest:
     """A job to run: its file, its ranks and its run directory.
 
     Args:
-        ranks: that are started and supervised from here.
-        assignments: the hosts that have them; without any, all are on this one.
-        world_size: ranks of the job, where others are started elsewhere; 0: there are no others.
-        environment: more of it, for the ranks.
-        stall_notice_s: seconds without progress after which people are told where the ranks stand; 0: never.
-        stall_timeout_s: seconds without progress after which the job is ended; 0: never.
-        private: the job's private folder, of whoever asks for the job; None: one is made, and removed at its end.
-        function: a descriptor of what every rank calls, in place of `script`; -1: nothing.
-        start: what starts the fork server on this host.
-        owned: the run directory; None: another process has it, or nobody can want it.
+        script, arguments: the path of the user's file, and its arguments.
+        ranks: the number of ranks that are started and supervised from here.
+        run_dir: the run directory of the job.
+        resume: the checkpoint to go on from; None: the job begins at step 0.
+        preload: the modules that the fork server imports before it forks.
+        grace_s: the seconds that ranks get to save after a request to stop; 0: they are killed at once.
+        servers: the number of parameter servers.
+        assignments: the hosts and their ranks; empty: all ranks are on this host.
+        world_size: the number of ranks of the job, where others are started elsewhere; 0: there are no others.
+        environment: further variables for the ranks.
+        stall_notice_s: the seconds without progress after which the user is told where the ranks stand; 0: never.
+        stall_timeout_s: the seconds without progress after which the job is ended; 0: never.
+        private: the private folder that the caller made for the job; None: one is made, and removed at its end.
+        function: the descriptor of the function that every rank calls, in place of `script`; -1: there is none.
+        start: the function that starts the fork server on this host.
+        owned: the ownership of the run directory; None: another process has it, or nobody can want it.
     """
 
     script: Path
@@ -97,8 +105,13 @@ class JobRequest:
     owned: Ownership | None = None
 
     @property
+    def is_plain(self) -> bool:
+        """Return True if the script distributes its training without Paceline, and is no job of ours."""
+        return AS_TORCHRUN in self.environment
+
+    @property
     def is_taken(self) -> bool:
-        """True if another job has the run directory now."""
+        """Return True if another job has the run directory now."""
         return self.owned is not None and self.owned.is_taken()
 
 
@@ -107,21 +120,24 @@ class Ending:
     """The end of a job: its status, its exit code and the first cause of a failure.
 
     Attributes:
-        status: "done", "stopped" or "failed".
-        is_regroup: it was stopped by `should_stop`.
-        stop_sent_to: who was asked to stop: the command, or ranks; "": nobody.
-        is_of_hosts: the first cause is a host's, or a process that was ended by a signal: no error of the file's.
-        lost_hosts: hosts to which the connection ended.
-        bad_hosts: these, and hosts on which a rank was ended by a signal.
+        status: one of the words "done", "stopped" and "failed".
+        exit_code: the exit code of the command.
+        cause: the record of the first failure; None: there was none.
+        peer_count: the number of ranks that ended with it.
+        is_regroup: True where the job was stopped by `should_stop`.
+        stop_sent_to: the command or the ranks that were asked to stop; "": nobody.
+        is_host_failure: True where the first cause is no error of the user's file, so that other hosts may do better.
+        lost_hosts: the hosts to which the connection ended.
+        bad_hosts: the lost hosts, and those on which a rank was ended by a signal.
     """
 
     status: str
     exit_code: int
     cause: dict[str, Any] | None = None
-    others: int = 0
+    peer_count: int = 0
     is_regroup: bool = False
     stop_sent_to: str = ""
-    is_of_hosts: bool = False
+    is_host_failure: bool = False
     lost_hosts: tuple[str, ...] = ()
     bad_hosts: tuple[str, ...] = ()
 
@@ -133,35 +149,35 @@ class Supervisor:
     request: JobRequest
     screen: Screen
     clock: Clock = field(default_factory=WallClock)
-    is_hung: Callable[[], bool] = bool  # asked at every turn; all ranks are killed where it says so
-    should_stop: Callable[[], bool] = bool  # the same; all ranks save and end
+    is_hung: Callable[[], bool] = bool  # asked at every turn; all ranks are killed where it returns True
+    should_stop: Callable[[], bool] = bool  # asked at every turn; all ranks save and end where it returns True
     is_regroup: bool = False
     alive: dict[int, int] = field(default_factory=dict)  # rank: process
-    ended: dict[int, int] = field(default_factory=dict)  # rank: exit code or LEFT, below 0 the signal
+    ended: dict[int, int] = field(default_factory=dict)  # rank: exit code or EXITED_EARLY, below 0 the signal
     ended_at: dict[int, float] = field(default_factory=dict)  # seconds since the epoch
     killed: set[int] = field(default_factory=set)  # ranks that the supervisor killed itself
     deaths: dict[int, dict[str, Any]] = field(default_factory=dict)
-    unwritten: dict[int, dict[str, Any]] = field(default_factory=dict)  # what ranks could not write down
+    unwritten: dict[int, dict[str, Any]] = field(default_factory=dict)  # failures that ranks could not write down
     kill_at_s: float | None = None
     asked_to_stop: list[int] = field(default_factory=list)
     has_told_ranks: bool = False
     lost: list[tuple[HostBackend, float]] = field(default_factory=list)  # hosts with ranks; seconds since the epoch
-    lost_s: dict[HostBackend, float] = field(default_factory=dict)  # when, by `clock`
+    lost_s: dict[HostBackend, float] = field(default_factory=dict)  # the time of each loss, by `clock`
     replaced: Replaced = field(init=False)
-    backends: dict[int, HostBackend] = field(default_factory=dict)  # by rank
+    backends: dict[int, HostBackend] = field(default_factory=dict)  # the host of each rank
     gone: set[int] = field(default_factory=set)  # processes of lost hosts
-    left_out: set[int] = field(default_factory=set)  # those of them without which the others went on
-    survived: set[HostBackend] = field(default_factory=set)  # where they were
+    left_out: set[int] = field(default_factory=set)  # those processes without which the others went on
+    survived: set[HostBackend] = field(default_factory=set)  # the hosts of those processes
     is_over: bool = False  # the servers' coordinator says that the training has ended
     listening: Listening = field(default_factory=Listening)
     all_ended_s: float | None = None
     progress: Progress = field(init=False)
     output: OutputLog = field(init=False)
-    news: ServerNews | None = None  # of parameter servers
+    news: ServerNews | None = None  # the news of parameter servers
     stalls: Stalls = field(init=False)
     timeout: Timeout = field(init=False)
-    looked_s: float = float("-inf")  # for stalls
-    stopped_s: dict[int, float] = field(default_factory=dict)  # by rank, since when its process has been stopped
+    looked_s: float = float("-inf")  # the time of the last look for stalls
+    stopped_s: dict[int, float] = field(default_factory=dict)  # the time of each rank's stop (SIGSTOP)
     signals_before: dict[signal.Signals, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -177,8 +193,8 @@ class Supervisor:
     def run(self) -> tuple[Ending, Progress]:
         """Run the job to its end. Nothing is left behind: no process, no file outside the run directory.
 
-        From here until `restore_signals`, SIGINT, SIGTERM and SIGHUP are only noted. One that comes after the job's end
-        changes nothing: it must not turn a job that is done into one that was stopped.
+        From here until `restore_signals`, SIGINT, SIGTERM and SIGHUP are only recorded. One that comes after the job's
+        end changes nothing: it must not turn a job that is done into one that was stopped.
         """
         private = None
         assignments = self.request.assignments
@@ -211,22 +227,25 @@ class Supervisor:
             self.screen.show_progress(progress.line(), float("inf"))  # at once, however new the last line is
         self.screen.end()
         owned = self.request.owned
-        if owned is not None and owned.taken is not None:  # what ranks wrote down there is of another job
+        if owned is not None and owned.taken is not None:  # the failures that ranks wrote down there are another job's
             ending = self._failed([refusal(owned.taken, _time_stamp())])
         else:
             ending = self._ending(progress, statuses)
         self._add_hosts(ending)
         if self.news is not None and ending.status in ("done", "stopped"):
             self.news.read()
-            self.news.tell_end()
+            self.news.say_end()
             progress.left_out = self.news.left_out
         return ending, progress
 
     def _local_assignment(self, private: PrivateFolder) -> HostAssignment:
         (host_ranks,) = with_servers([HostRanks("", 0, self.request.ranks)], self.request.servers)
-        return HostAssignment(
-            LocalBackend(start=self.request.start), host_ranks, Rendezvous(str(private.path / "rendezvous"))
-        )
+        rendezvous = Rendezvous(str(private.path / "rendezvous"))
+        if has_rank(self.request.environment):  # torchrun's variables name no file
+            listener = open_listener(LOOPBACK, 0)
+            master = joined_address(LOOPBACK, listener.getsockname()[1])
+            rendezvous = Rendezvous(master=master, listener=listener.detach())
+        return HostAssignment(LocalBackend(start=self.request.start), host_ranks, rendezvous)
 
     def _start(self, assignment: HostAssignment, private: PrivateFolder | None) -> None:
         request = self.request
@@ -289,12 +308,12 @@ class Supervisor:
             return
         # The one hang that is certain. The killed ranks' own statuses don't count: see `_is_own_doing`.
         ended_well = [rank for rank, status in self._ended_workers().items() if status == 0]
-        left = self.stalls.who_left(ended_well)
-        if left is not None and self.kill_at_s is None:
+        early_rank = self.stalls.who_left(ended_well)
+        if early_rank is not None and self.kill_at_s is None:
             found = "it left its loop and closed the job while others were still training"
-            if left in ended_well:
+            if early_rank in ended_well:
                 found = "its file has ended, and others wait for it at the job's start"
-            self.deaths[left] = left_early(left, _time_stamp(), found)
+            self.deaths[early_rank] = left_early(early_rank, _time_stamp(), found)
             self._kill()
 
     def _end_at_timeout(self, now_s: float, local_pids: dict[int, int]) -> None:
@@ -313,7 +332,7 @@ class Supervisor:
             backend.kill()  # it has started none of its ranks
 
     def _is_held_open(self) -> bool:
-        """True if all processes have ended, and only something that one of them has left behind holds its output.
+        """Return True if all processes have ended, and only a process that one of them left behind holds its output.
 
         Without this limit a program that a rank started in a session of its own would keep the job open for as long as
         it has the pipe.
@@ -362,7 +381,7 @@ class Supervisor:
         self._kill()
 
     def _goes_on_without(self, lost: set[int]) -> bool:
-        """True if the others can train on without a host's processes.
+        """Return True if the others can train on without a host's processes.
 
         They can if training is under way and parameter servers hold the parameters. They can't without the coordinator,
         nor without rank 0, which saves; under mode=sync not without any worker. They don't either if a process has
@@ -422,7 +441,7 @@ class Supervisor:
             self._kill()
 
     def on_started(self, pids: dict[int, int]) -> None:
-        """Take in that ranks have been started, by rank their processes."""
+        """Take in that ranks have been started; `pids` has their processes by rank."""
         self.alive.update(pids)
         self.timeout.progress()
         self.replaced.started(pids, self.clock.now_s())  # a short life counts from here
@@ -442,7 +461,8 @@ class Supervisor:
         is_own_doing = self._is_own_doing(rank, status)
         if is_own_doing and status == -signal.SIGTERM:
             # SIGTERM came before the rank had set its handler (while it imported, for instance).
-            if not self.request.servers:  # without it the others can't save; workers of servers can
+            # Without it the others can't save; workers of servers can, and a script of torch's may.
+            if not self.request.servers and not self.request.is_plain:
                 self._kill_after_settling()
         elif status != 0 and not is_own_doing:
             name = f"rank {rank}" if self._is_worker(rank) else self.replaced.name(rank)
@@ -463,9 +483,9 @@ class Supervisor:
         none is killed: it might be a healthy one.
 
         Args:
-            rank: of the process; None for a server that never answered.
-            pid: its process number.
-            silent_s: seconds for which it has not answered.
+            rank: the rank of the process; None for a server that never answered.
+            pid: the process number.
+            silent_s: the seconds for which it has not answered.
         """
         matching = []
         for alive_rank, alive_pid in self.alive.items():
@@ -483,7 +503,7 @@ class Supervisor:
 
         Once the servers run, the coordinator gives up a process that is silent. Before that it may not have heard of
         the process at all, and the job would wait for it for ever. A process that runs, and takes long to load its
-        data, is left alone: only the kernel's state T counts.
+        data, is not ended: only the kernel's state T counts.
         """
         now_s = self.clock.now_s()
         stopped = [rank for rank, pid in local_pids.items() if process_state(pid) == "T"]
@@ -494,7 +514,7 @@ class Supervisor:
                 self._end_silent(rank, local_pids[rank], now_s - since_s)
 
     def _is_worker(self, rank: int) -> bool:
-        """True for a rank that trains, False for a parameter server or the coordinator."""
+        """Return True for a rank that trains, False for a parameter server or the coordinator."""
         return not self.request.servers or rank < self.request.ranks
 
     def _end_servers(self, rank: int, status: int) -> None:
@@ -524,22 +544,22 @@ class Supervisor:
         return {rank: status for rank, status in self.ended.items() if self._is_worker(rank)}
 
     def _is_own_doing(self, rank: int, status: int) -> bool:
-        """True if the supervisor's signal ended the rank: the kill, or the stop before the rank could catch it."""
+        """Return True if the supervisor's own signal ended the rank: a kill, or a stop before its handler was set."""
         was_asked = self.has_told_ranks and status == -signal.SIGTERM
         was_killed = rank in self.killed and status == -signal.SIGKILL
         return was_asked or was_killed
 
     def _catch_signals(self) -> None:
-        def note(number: int, _: object) -> None:
+        def on_signal(number: int, _: object) -> None:
             self.asked_to_stop.append(number)
 
-        # The handler only notes the number. Anything more could interrupt a write to the screen or to an agent halfway.
+        # The handler only keeps the number. Anything more could interrupt a write to the screen or to an agent halfway.
         caught = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
             caught.append(signal.SIGHUP)
         self.signals_before = {}
         for number in caught:
-            self.signals_before[number] = signal.signal(number, note)
+            self.signals_before[number] = signal.signal(number, on_signal)
 
     def restore_signals(self) -> None:
         """Set the signal handlers that were there before `run`."""
@@ -557,7 +577,7 @@ class Supervisor:
         elif not self.has_told_ranks:
             self.has_told_ranks = True
             self.kill_at_s = now_s + self.request.grace_s
-            if not self.request.grace_s:
+            if not self.request.grace_s or self.request.is_plain:
                 self.screen.say("stopping")
             elif self.asked_to_stop:
                 self.screen.say("stopping: finishing the step and saving; once more to kill")
@@ -579,7 +599,7 @@ class Supervisor:
             backend.kill()
 
     def _add_hosts(self, ending: Ending) -> None:
-        """Add to an ending what it says of the job's hosts; an elastic job decides by it whether to go on."""
+        """Add to an ending the facts about the job's hosts; an elastic job decides by them whether to go on."""
         ending.is_regroup = self.is_regroup and not self.asked_to_stop and ending.status == "stopped"
         ending.lost_hosts = tuple(sorted({backend.host for backend, _ in self.lost}))
         # A signal from outside (the kernel for want of memory, an administrator) speaks against the host; an exception
@@ -589,10 +609,10 @@ class Supervisor:
             if self._was_signalled(rank):
                 bad_hosts.add(self.backends[rank].host)
         ending.bad_hosts = tuple(sorted(bad_hosts))
-        ending.is_of_hosts = not self.asked_to_stop and self._is_of_hosts(ending.cause)
+        ending.is_host_failure = not self.asked_to_stop and self._is_host_failure(ending.cause)
 
-    def _is_of_hosts(self, cause: dict[str, Any] | None) -> bool:
-        """True if a failure is not an error of the user's file, so that other hosts may do better."""
+    def _is_host_failure(self, cause: dict[str, Any] | None) -> bool:
+        """Return True if a failure is not an error of the user's file, so that other hosts may do better."""
         if not cause or "host" in cause or cause["type"] == STALLED:  # ranks that hung, or a lost connection
             return True
         if cause["rank"] is not None and self._was_signalled(cause["rank"]):
@@ -603,11 +623,11 @@ class Supervisor:
         return self.ended.get(rank, 0) < 0
 
     def _ending(self, progress: Progress, statuses: dict[HostBackend, int]) -> Ending:
-        """Decide how the job ended.
+        """Return the ending of the job.
 
         Args:
-            progress: read to the end of the job's events.
-            statuses: exit codes of the backends.
+            progress: the job's progress, read to the end of its events.
+            statuses: the exit codes of the backends.
         """
         # A stop that the ranks completed comes first: ranks killed after saving are no failures.
         stop = self._stop_signal()
@@ -630,7 +650,7 @@ class Supervisor:
         if stop and all(failure["is_peer_loss"] for failure in failures):
             return self._stopped(128 + stop)
         failures += self._left_early(failures)
-        if not failures:  # those that were survived: nothing else explains the end
+        if not failures:  # only hosts that the job survived: nothing else explains the end
             return self._failed(list(host_failures.values()))
         for failure in failures:
             # A dead process could not write down its step: it was in the one after the last that was recorded.
@@ -655,7 +675,7 @@ class Supervisor:
         return Ending("failed", cause["exit_code"], cause, self.request.ranks - is_of_rank)
 
     def _have_workers_succeeded(self) -> bool:
-        """True if all workers ended with 0, except those that the others went on without."""
+        """Return True if all workers ended with 0, except those that the others went on without."""
         if not self._have_workers_ended():
             return False
         ended = self._ended_workers()

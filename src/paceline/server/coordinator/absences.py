@@ -17,12 +17,12 @@ if TYPE_CHECKING:  # every command that starts a job imports this file
 
 SILENCE = "PACELINE_SILENCE_S"  # the variable that says how long a worker may be silent
 SILENCE_S = 60.0
-BY_HAND_S = 600.0  # for a person, or Kubernetes, to start another worker
+BY_HAND_S = 600.0  # for someone, or Kubernetes, to start another worker
 _RESUME = "start the job again; --resume goes on from its last checkpoint, where it has one"
 
 
 def silence_s(environment: Mapping[str, str]) -> float:
-    """Return how long a worker may be silent before another takes its place.
+    """Return the silence, in seconds, after which another takes a worker's place.
 
     Raises:
         UsageError: the variable holds no number of seconds.
@@ -61,10 +61,11 @@ class Absences:
         """Return the events about workers that rounds wait for: "waiting", "back" and "given_up".
 
         Args:
-            missing: workers that are waited for: seconds of silence, the step that waits, whether they are connected.
-            pids: of workers' processes, as far as they are known.
+            missing: the workers that are waited for: seconds of silence, the step that waits, whether they are
+                connected.
+            pids: the process ids of workers, as far as they are known.
             tell_s: silence that is worth telling.
-            now_s: the time.
+            now_s: the current time, in seconds.
 
         Raises:
             PeerLostError: nobody can take a worker's place.
@@ -112,7 +113,7 @@ class Absences:
         return [{"event": "given_up", "worker": name, "pid": pid, "silent_s": wait["silent_s"]}]
 
     def look_at_others(
-        self, silent: Mapping[Any, tuple[str, float]], pids: Mapping[Any, int], has_begun: bool
+        self, silent: Mapping[object, tuple[str, float]], pids: Mapping[object, int], has_begun: bool
     ) -> list[dict[str, Any]]:
         """Return "given_up" events about other silent processes: servers, and before the start workers too.
 
@@ -145,24 +146,24 @@ class Absences:
         elif self.waits.get(worker, (-1, 0.0))[0] != clock:
             self.waits[worker] = clock, now_s
 
-    def check_left(self, left: Mapping[Worker, int], others: list[Worker], tell_s: float, now_s: float) -> None:
+    def check_left(self, departed: Mapping[Worker, int], active: list[Worker], tell_s: float, now_s: float) -> None:
         """Raise PeerLostError when the others wait for workers that have left.
 
         Args:
-            left: workers that left before the last step, and the steps that they took.
-            others: the other active workers.
+            departed: the workers that left before the last step, and the steps that they took.
+            active: the other active workers.
             tell_s: seconds after which a wait counts; workers do not end at the same moment.
-            now_s: the time.
+            now_s: the current time, in seconds.
         """
-        if not left or not others:
+        if not departed or not active:
             return
         # A worker's last word may be of an earlier step's wait, which those that left have not caused.
-        first_step_missed = min(left.values())
-        for other in others:
-            clock, since_s = self.waits.get(other, (-1, now_s))
+        first_step_missed = min(departed.values())
+        for waiting in active:
+            clock, since_s = self.waits.get(waiting, (-1, now_s))
             if clock < first_step_missed or now_s - since_s <= tell_s:
                 return
-        worker, steps = min(left.items())
+        worker, steps = min(departed.items())
         raise PeerLostError(
             f"worker {worker[0]} should take step {steps + 1}",
             "it has left, and the others wait for its samples",

@@ -20,10 +20,10 @@ from paceline.nouns.errors import CheckpointError, PacelineError, PlanError, Rea
 from paceline.nouns.reading import parse_json
 from paceline.server import setup
 from paceline.server.coordinator.absences import BY_HAND_S, Absences, silence_s
-from paceline.server.coordinator.log import Log
-from paceline.server.layout import SEGMENT_BYTES, ServerLayout
+from paceline.server.coordinator.decision_log import Log
 from paceline.server.protocol.coordinator import Coordinator, Settings
 from paceline.server.protocol.messages import COORDINATOR, Heartbeat, Node, Worker, WorkerHeartbeat
+from paceline.server.server_layout import SEGMENT_BYTES, ServerLayout
 from paceline.server.settings import OF_WORKERS, JobSettings
 from paceline.server.transport.address import Address, Credentials
 from paceline.server.transport.connection import Connection
@@ -65,7 +65,7 @@ class Coordination(Peers):
         self.tell = tell
         self.returns_s = returns_s
         self.log = Log.open(log)
-        self.where = ""
+        self.address = ""
         self.layouts: dict[int, ServerLayout] = {}  # by worker, until the job starts
         self.workers: dict[int, Worker] = {}  # by name, the incarnation that is here
         self.coordinator: Coordinator | None = None
@@ -84,18 +84,18 @@ class Coordination(Peers):
         self.absences = Absences(patience_s, is_replaced=bool(returns_s))
         self.ending: asyncio.Future[None] | None = None
 
-    async def run(self, ready: Callable[[str], None] = lambda where: None) -> None:
+    async def run(self, ready: Callable[[str], None] = lambda address: None) -> None:
         """Serve until the job is over.
 
         Args:
-            ready: called with the address where it listens.
+            ready: a function that is called with the address where it listens.
 
         Raises:
             PacelineError: the address can't be had; the plan does not fit the model; a part of the parameters is lost.
         """
         self.ending = asyncio.get_running_loop().create_future()
-        self.where = await self.listen(self.listen_at)
-        ready(self.where)
+        self.address = await self.listen(self.listen_at)
+        ready(self.address)
         # Started again: what the workers added to the plan's settings is in the log.
         if self.log.job is not None:
             self.job = JobSettings.of_json(self.log.job[0])
@@ -123,7 +123,7 @@ class Coordination(Peers):
 
     # --- who comes
 
-    def greet(self, connection: Connection, hello: setup.Hello) -> Any:
+    def greet(self, connection: Connection, hello: setup.Hello) -> object:
         """Name servers and workers that have no name yet.
 
         Raises:
@@ -148,8 +148,8 @@ class Coordination(Peers):
         if self.log.job is not None:
             layout.check_same(ServerLayout.of_json(self.log.job[1]), f"worker {hello.name}", "the job")
         elif self.layouts:
-            name, other = next(iter(self.layouts.items()))
-            layout.check_same(other, f"worker {hello.name}", f"worker {name}")
+            name, other_layout = next(iter(self.layouts.items()))
+            layout.check_same(other_layout, f"worker {hello.name}", f"worker {name}")
         layout.ranges(self.job.servers)  # raises PlanError for a model without parameters
         self.layouts[hello.name] = layout
         if self.log.job is None:
@@ -173,10 +173,10 @@ class Coordination(Peers):
         if self.coordinator is None:
             self._start_if_all_are_here()
             return
-        for other in self.coordinator.workers:
+        for known in self.coordinator.workers:
             # A new incarnation shows that the old one's process has ended, whatever its connection looks like.
-            if other[0] == worker[0] and other != worker:  # whose place it takes
-                self.coordinator.forget(other, time.monotonic())
+            if known[0] == worker[0] and known != worker:  # whose place it takes
+                self.coordinator.forget(known, time.monotonic())
         self._send_start(worker)
         self.send([item for item in self.coordinator.everybody() if item[0] == worker])
 
@@ -204,10 +204,10 @@ class Coordination(Peers):
             self._send_start(peer)
         first_worker = self.workers[min(self.workers)]
         for number, chain in enumerate(self.chains):
-            # From one worker alone: all others, and it too, begin with what they then pull.
+            # From only one worker: all others, and it too, begin with what they then pull.
             self.send([(first_worker, number, setup.Install(tuple(chain)))])
 
-    def _send_start(self, peer: Any) -> None:
+    def _send_start(self, peer: object) -> None:
         assert self.log.job is not None
         settings, layout = self.log.job
         self.send([(peer, 0, setup.StartServers(settings, layout.encode()))])
@@ -220,7 +220,7 @@ class Coordination(Peers):
 
     # --- what comes
 
-    def take(self, peer: Any, number: int, message: Any) -> None:
+    def take(self, peer: object, number: int, message: object) -> None:
         """Handle a message about range `number`."""
         self.last_heard_s[peer] = time.monotonic()
         if isinstance(message, setup.Status):
@@ -251,7 +251,7 @@ class Coordination(Peers):
         self.tell({"event": "servers_started", **started})
         self.send(self.coordinator.everybody())
 
-    def _note_waiting(self, peer: Any) -> None:
+    def _note_waiting(self, peer: object) -> None:
         if self.coordinator is None or peer not in self.coordinator.heard:
             return
         _, heartbeat = self.coordinator.heard[peer]
@@ -389,12 +389,12 @@ class Coordination(Peers):
         tell_s = coordinator.settings.worker_deadline_s
         for event in self.absences.look(missing, self._pids(), tell_s, now):
             self.tell(event)
-        left: dict[Worker, int] = {}
+        departed: dict[Worker, int] = {}
         for worker in coordinator.left_early():
             _, heartbeat = coordinator.heard[worker]
-            left[worker] = heartbeat.clock
-        others = [worker for worker in coordinator.workers if worker not in left]
-        self.absences.check_left(left, others, tell_s, now)
+            departed[worker] = heartbeat.clock
+        active = [worker for worker in coordinator.workers if worker not in departed]
+        self.absences.check_left(departed, active, tell_s, now)
 
     def _step_that_waits(self, coordinator: Coordinator) -> int:
         """Return the step, from 1, for which rounds wait under sync."""
@@ -466,7 +466,7 @@ class Coordination(Peers):
             lost_s=max(self.silence_s, deadline_s),
         )
 
-    def _note_pause(self, peer: Any) -> None:
+    def _note_pause(self, peer: object) -> None:
         now = time.monotonic()
         since_s, longest_s = self.pauses.get(peer, (now, 0.0))
         pause_s = now - since_s
@@ -511,7 +511,7 @@ class Coordination(Peers):
     # --- what people see
 
     def status(self) -> dict[str, Any]:
-        """Return what `paceline server top` and `why-waiting` show of the job."""
+        """Return the status that `paceline server top` and `why-waiting` show of the job."""
         status: dict[str, Any] = {
             "job": json.loads(self.job.to_json()),
             "pid": os.getpid(),
@@ -558,7 +558,7 @@ class Coordination(Peers):
         return rows
 
 
-def hosts_in_turn(nodes: Sequence[Node], addresses: Mapping[Any, Address]) -> list[Node]:
+def hosts_in_turn(nodes: Sequence[Node], addresses: Mapping[object, Address]) -> list[Node]:
     """Order servers so that neighbours, which keep the same range, are on different hosts where possible.
 
     Args:

@@ -61,22 +61,22 @@ class Mode:
         """True if several workers' gradients make one update."""
         return self.kind in ("sync", "quorum", "deadline")
 
-    def is_complete(self, here: Collection[Worker], active: Collection[Worker]) -> bool:
-        """Return True if a round may be closed with the gradients of the workers `here`."""
-        if not here:
+    def is_complete(self, present: Collection[Worker], active: Collection[Worker]) -> bool:
+        """Return True if a round may be closed with the gradients of the workers `present`."""
+        if not present:
             return False
         # Fewer active workers than the quorum: all of them are enough, else no round would close again.
-        if self.kind == "quorum" and len(here) >= min(self.quorum, len(active)):
+        if self.kind == "quorum" and len(present) >= min(self.quorum, len(active)):
             return True
-        return all(worker in here for worker in active)
+        return all(worker in present for worker in active)
 
     def may_read(self, clock: int, rounds: Collection[int], applied: Mapping[Worker, int]) -> bool:
         """Return True if a worker may begin its step `clock`.
 
         Args:
-            clock: the worker's.
-            rounds: of every segment how many rounds are closed.
-            applied: of every active worker the last clock of which every segment is applied; -1 before the first.
+            clock: the worker's clock.
+            rounds: for every segment, the number of closed rounds.
+            applied: for every active worker, the last clock of which every segment is applied; -1 before the first.
         """
         if self.kind == "async":
             return True

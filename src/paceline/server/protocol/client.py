@@ -146,7 +146,7 @@ class Session:
     """A worker's clients, one for each range.
 
     Args:
-        clients: by range.
+        clients: the worker's client of each range.
         patience_s: how long ranges may stand at different clocks before the worker goes on from the least.
         is_exact: whether it never does: parameters of different steps give another gradient than one process has.
     """

@@ -88,9 +88,9 @@ class Chain:
         """Make the next decision that the silence or the presence of a replica asks for.
 
         Args:
-            now_s: the time.
-            load: in how many chains a node is.
-            host: where a node is: replicas are to be on several.
+            now_s: the current time, in seconds.
+            load: a function that returns the number of chains in which a node is.
+            host: a function that returns the host of a node: replicas are to be on several.
         """
         if self.began_s is None:
             self.began_s = now_s
@@ -167,12 +167,12 @@ class Chain:
         for node in self.configuration.chain:
             if not self._is_silent(node, now_s):
                 continue
-            others = tuple(other for other in self.configuration.chain if other != node)
+            remaining = tuple(member for member in self.configuration.chain if member != node)
             # The last one that has everything stays, even if it is silent: without it the parameters are gone.
-            if any(self._has_state(other, now_s) for other in others):
+            if any(self._has_state(member, now_s) for member in remaining):
                 # If it was the joining one, nobody joins now.
                 joining = None if self._is_joining(node) else self.configuration.joining
-                return self.decide(chain=others, joining=joining)
+                return self.decide(chain=remaining, joining=joining)
         return []
 
     def _bring_back(self, now_s: float) -> Out:
@@ -206,9 +206,9 @@ class Coordinator:
     """The state machine of the coordinator.
 
     Args:
-        chains: by range.
-        write: keeps a decision about all ranges, durably, before it is sent to anybody.
-        settings: when silence is death.
+        chains: the chain of each range.
+        write: a function that keeps a decision about all ranges, durably, before it is sent to anybody.
+        settings: the settings of when silence is death.
     """
 
     chains: list[Chain]
@@ -289,9 +289,9 @@ class Coordinator:
         for number, chain in enumerate(self.chains):
             sent += with_range(number, chain.everybody())
         # Workers that are out, or not in yet: they learn it from the configuration.
-        others = [worker for worker in self.heard if worker not in self.workers]
+        inactive = [worker for worker in self.heard if worker not in self.workers]
         for number, chain in enumerate(self.chains):
-            sent += [(worker, number, chain.configuration) for worker in others]
+            sent += [(worker, number, chain.configuration) for worker in inactive]
         return sent
 
     def forget(self, who: Node | Worker, now_s: float) -> None:
@@ -339,7 +339,7 @@ class Coordinator:
         return self.everybody()
 
     def _without(self, worker: Worker | None) -> dict[Worker, int]:
-        return {other: first for other, first in self.workers.items() if other != worker}
+        return {known: first for known, first in self.workers.items() if known != worker}
 
     def _drop_worker(self, now_s: float) -> Sent:
         for worker in self.workers:
@@ -352,7 +352,7 @@ class Coordinator:
         if not self.settings.needs_all or self.is_finished:
             return has_left or self._is_silent(worker, now_s)
         # Rounds need its gradients: one that left early is missing until all leave.
-        return has_left and all(self._has_left(other) for other in self.workers)
+        return has_left and all(self._has_left(known) for known in self.workers)
 
     @property
     def is_finished(self) -> bool:

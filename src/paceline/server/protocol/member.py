@@ -16,8 +16,8 @@ class Member:
     """The state machine of a server process.
 
     Args:
-        node: this process.
-        replicas: by range.
+        node: this process's node.
+        replicas: the replica of each range.
     """
 
     node: Node
@@ -29,8 +29,8 @@ class Member:
         before = replica.configuration.config_version
         sent = self._resolve_heads(number, replica.on(message))
         if replica.configuration.config_version != before:  # its head is another, or is known only now
-            for other, other_replica in enumerate(self.replicas):
-                sent += self._resolve_heads(other, other_replica.announce())
+            for other_number, other_replica in enumerate(self.replicas):
+                sent += self._resolve_heads(other_number, other_replica.announce())
         return sent
 
     def heartbeat(self) -> Sent:

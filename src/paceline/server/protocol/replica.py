@@ -15,9 +15,9 @@ replicas apply the same updates in the same order; a reader at clock c sees what
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.server.protocol.admission import Mode
 from paceline.server.protocol.messages import (
@@ -40,7 +40,34 @@ from paceline.server.protocol.messages import (
     Update,
     Worker,
 )
-from paceline.server.protocol.store import Store
+
+
+class Store(Protocol):
+    """The parameters of one range, and their optimizer; `server/range_tensors.py` implements it with torch."""
+
+    def combine(self, pushes: Sequence[Push]) -> tuple[Any, dict[str, Any]]:
+        """Sum some workers' gradients of one segment, in the order given; return the payload and note of the update."""
+
+    def measure(self, updates: Sequence[Update]) -> float:
+        """Return the value that the other ranges need of a gated round, such as the squared norm of its gradient."""
+
+    def finish(self, update: Update, partials: Sequence[float]) -> Update:
+        """Return the update of a gated round as it is to be applied, given the values of all ranges."""
+
+    def apply(self, update: Update) -> None:
+        """Change the parameters of one segment."""
+
+    def read(self) -> Any:
+        """Return the parameters."""
+
+    def content(self) -> Any:
+        """Return everything, for a replica that joins."""
+
+    def restore(self, content: Any) -> None:
+        """Take over what `content` returned."""
+
+    def clear(self) -> None:
+        """Forget everything."""
 
 
 @dataclass(slots=True)
@@ -48,8 +75,8 @@ class Replica:
     """The state machine of one replica: messages and the time go in, the messages to send come out.
 
     Args:
-        node: this process.
-        segments: how many the range has.
+        node: this process's node.
+        segments: the number of the range's segments.
         mode: when gradients become an update, and who may read.
         store: parameters and optimizer.
         key_range: which range this is.
@@ -198,7 +225,7 @@ class Replica:
         if self.node not in new.chain:
             if self.node not in new.holders:
                 # Taken for dead, it kept its state until others were known to go on without it, as a false suspicion
-                # and a crash within one deadline would lose everything. What it held alone must not come back.
+                # and a crash within one deadline would lose everything. What only it held must not come back.
                 self._clear()
             return []
         if is_same_version:  # only its confirmation is new
@@ -369,10 +396,10 @@ class Replica:
             self.partials[current] = self.store.measure([self.staged[segment] for segment in due])
         told = self.peer_partials.get(current, {})
         out: Out = []
-        for other in range(self.gates):
-            if other != self.key_range:
-                partial = Partial(self.key_range, current, self.partials[current], is_question=other not in told)
-                out.append(((HEAD, other), partial))
+        for other_range in range(self.gates):
+            if other_range != self.key_range:
+                partial = Partial(self.key_range, current, self.partials[current], is_question=other_range not in told)
+                out.append(((HEAD, other_range), partial))
         return out + self._pass_gate()
 
     def _round_under_way(self) -> tuple[int, list[int]]:
@@ -475,7 +502,7 @@ class Replica:
                 self.settled[update.segment] += 1
             for worker, clock in update.pushes:
                 self.update_of_push.pop((worker, clock, update.segment), None)
-                # The head alone answers pushes: workers know only the head of a range.
+                # Only the head answers pushes: workers know only the head of a range.
                 if self.is_head:
                     out.append((worker, Pushed(self.configuration.config_version, clock, update.segment)))
         self.committed = committed

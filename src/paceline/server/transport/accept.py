@@ -46,32 +46,32 @@ class Waiting:
     def __len__(self) -> int:
         return len(self.ends)
 
-    def add(self, connection: Any, peer: Any, end: Callable[[], None]) -> None:
+    def add(self, connection: object, peer: object, end: Callable[[], None]) -> None:
         """Add a connection; where it is one too many, end an older one.
 
         Args:
-            connection: a name for it.
-            peer: where it comes from.
-            end: ends it.
+            connection: the name of the connection.
+            peer: the peer that it comes from.
+            end: a function that ends the connection.
         """
-        if sum(other == peer for other, _ in self.ends.values()) >= self.per_peer:
+        if sum(counted_peer == peer for counted_peer, _ in self.ends.values()) >= self.per_peer:
             self.end_oldest(peer)
         elif len(self.ends) >= self.in_all:
             self.end_oldest()
         self.ends[connection] = peer, end
 
-    def remove(self, connection: Any) -> None:
+    def remove(self, connection: object) -> None:
         """Forget a connection that has identified itself, or has ended."""
         self.ends.pop(connection, None)
 
-    def end_oldest(self, peer: Any = None) -> None:
+    def end_oldest(self, peer: object = None) -> None:
         """End the oldest connection of a peer; without one, of the peer that has most."""
         if not self.ends:
             return
         if peer is None:
-            counts = Counter(other for other, _ in self.ends.values())
+            counts = Counter(counted_peer for counted_peer, _ in self.ends.values())
             peer, _ = counts.most_common(1)[0]
-        connection = next(name for name, (other, _) in self.ends.items() if other == peer)
+        connection = next(name for name, (counted_peer, _) in self.ends.items() if counted_peer == peer)
         _, end = self.ends.pop(connection)
         end()
 
@@ -80,10 +80,10 @@ class Acceptor:
     """The listening sockets of one process, which accept until they are closed.
 
     Args:
-        listeners: bound sockets.
-        make: makes a connection's protocol.
-        context: of TLS; None for a unix socket.
-        peer_of: whom a new connection comes from.
+        listeners: the bound sockets that listen.
+        make: a function that makes a connection's protocol.
+        context: the context of TLS; None for a unix socket.
+        peer_of: a function that returns the peer of a new connection.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Acceptor:
         listeners: list[socket.socket],
         make: Callable[[], Connection],
         context: ssl.SSLContext | None,
-        peer_of: Callable[[socket.socket], Any],
+        peer_of: Callable[[socket.socket], object],
     ) -> None:
         self.listeners = listeners
         self.make = make
@@ -228,7 +228,7 @@ def _bound_at(family: int, kind: int, address: Any) -> socket.socket:
 
 
 def bound_unix(path: str) -> socket.socket:
-    """Return a socket in the file system that this user alone may open, in the place of one that a process left.
+    """Return a socket in the file system that only this user may open, in the place of one that a process left.
 
     Raises:
         OSError: it can't be had.

@@ -95,7 +95,7 @@ class Credentials:
 async def listen(
     address: Address, make: Callable[[], Connection], credentials: Credentials | None
 ) -> tuple[Acceptor, str]:
-    """Accept connections; return the acceptor, and where it listens (port 0 becomes a free one).
+    """Accept connections; return the acceptor and its address (port 0 becomes a free one).
 
     Raises:
         UsageError: the address is in use, can't be had, or leaves the host without credentials.
@@ -107,8 +107,8 @@ async def listen(
             raise _wants_credentials(address)
         context = credentials.context(is_server=True)
         listeners = await bound(address.host, address.port)
-        where = f"{address.host}:{listeners[0].getsockname()[1]}"
-        return Acceptor(listeners, make, context, _host_of), where
+        bound_address = f"{address.host}:{listeners[0].getsockname()[1]}"
+        return Acceptor(listeners, make, context, _host_of), bound_address
     except OSError as error:
         raise UsageError(
             f"can't listen at {address}",

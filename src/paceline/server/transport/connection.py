@@ -35,23 +35,25 @@ class Endpoint(Protocol):
     def check_may_send(self, connection: Connection, kind: type, nbytes: int) -> None:
         """Raise FrameError unless the other may send messages of this kind, with a payload of so many bytes."""
 
-    def destination(self, connection: Connection, number: int, message: Any, nbytes: int) -> tuple[Any, memoryview]:
-        """Return where the payload of a message about range `number` goes: what the message will hold, and its bytes.
+    def destination(
+        self, connection: Connection, number: int, message: object, nbytes: int
+    ) -> tuple[object, memoryview]:
+        """Return the payload that the message about range `number` will hold, and the memory for its bytes.
 
         Raises:
             FrameError: it may not have so many.
         """
 
-    def views(self, payload: Any) -> Sequence[memoryview]:
+    def views(self, payload: object) -> Sequence[memoryview]:
         """Return the bytes of a payload."""
 
     def on_open(self, connection: Connection) -> None:
         """Called when a connection is there."""
 
-    def on_message(self, connection: Connection, number: int, message: Any) -> None:
+    def on_message(self, connection: Connection, number: int, message: object) -> None:
         """Called with each message that has come."""
 
-    def on_lost(self, connection: Connection, why: str) -> None:
+    def on_lost(self, connection: Connection, reason: str) -> None:
         """Called when a connection has ended."""
 
 
@@ -73,7 +75,7 @@ class Connection(asyncio.BufferedProtocol):
         self.process: int | None = None
         self.accepted: Any = None
         self.transport: Any = None
-        self.why = ""
+        self.reason = ""
         self.is_paused = False
         self.is_closed = False
         self.queue: deque[memoryview] = deque()
@@ -93,10 +95,10 @@ class Connection(asyncio.BufferedProtocol):
         self.is_closed = True
         # Views in the queue keep tensors alive.
         self.queue.clear()
-        self.endpoint.on_lost(self, self.why or str(exc or "the other end closed it"))
+        self.endpoint.on_lost(self, self.reason or str(exc or "the other end closed it"))
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return where the next bytes go: called by asyncio."""
+        """Return the memory for the next bytes: called by asyncio."""
         return self.target[self.filled :]
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -110,7 +112,7 @@ class Connection(asyncio.BufferedProtocol):
             except FrameError as error:
                 self.close(f"a wrong frame: {error}")
 
-    def send(self, number: int, message: Any) -> None:
+    def send(self, number: int, message: object) -> None:
         """Queue a message about range `number`."""
         if self.is_closed:
             return
@@ -128,10 +130,10 @@ class Connection(asyncio.BufferedProtocol):
             self.close(f"{self.queued_bytes >> 20} MiB wait to be taken")
         self._flush()
 
-    def close(self, why: str) -> None:
+    def close(self, reason: str) -> None:
         """End the connection from here; what the kernel has not taken yet is dropped."""
         if not self.is_closed:
-            self.why = self.why or why
+            self.reason = self.reason or reason
             self.is_closed = True
             # Not close(), which would wait until a peer that takes nothing has taken what is buffered.
             self.transport.abort()
@@ -177,7 +179,7 @@ class Connection(asyncio.BufferedProtocol):
         """Handle what has filled the target: a prefix, then a header, then a payload where there is one."""
         if self.prefix is None:
             self.prefix = read_prefix(self.target)
-            # With the prefix alone: nothing is allocated for what this peer may not send.
+            # With only the prefix: nothing is allocated for what this peer may not send.
             self.endpoint.check_may_send(self, FORMS[self.prefix.kind].kind, self.prefix.payload_bytes)
             self._expect(memoryview(bytearray(self.prefix.header_bytes)))
         elif self.message is None:
@@ -194,7 +196,7 @@ class Connection(asyncio.BufferedProtocol):
         else:
             self._deliver(with_payload(self.message, self.payload))
 
-    def _deliver(self, message: Any) -> None:
+    def _deliver(self, message: object) -> None:
         number = self.prefix.key_range if self.prefix is not None else 0
         # Before the message is handled: handling it may close the connection or raise.
         self._expect_prefix()

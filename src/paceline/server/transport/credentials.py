@@ -21,7 +21,7 @@ _FOLDER = "credentials"
 def make_credentials(folder: Path, days: int = DAYS) -> list[Path]:
     """Make an authority and a certificate for every role: one folder each, to copy where the role runs.
 
-    The authority's key is not kept: nobody can add to the job later. Keys can be read by this user alone.
+    The authority's key is not kept: nobody can add to the job later. Keys can be read only by this user.
 
     Args:
         folder: a new one.
@@ -78,7 +78,7 @@ def new_credentials(days: int = DAYS) -> dict[str, dict[str, str]]:
 
 
 def keep_credentials(private: Path, texts: Mapping[str, Mapping[str, str]]) -> None:
-    """Write a job's certificates to files that this user alone can read, by role: see `credentials_folder`."""
+    """Write a job's certificates to files that only this user can read, by role: see `credentials_folder`."""
     for role in texts:
         credentials_folder(private, role)  # refuses what is no role, before anything is written
     (private / _FOLDER).mkdir(mode=0o700)
@@ -86,7 +86,7 @@ def keep_credentials(private: Path, texts: Mapping[str, Mapping[str, str]]) -> N
 
 
 def credentials_folder(private: Path, role: str) -> Path:
-    """Return where a role's certificate and key are, in a folder that only this user can enter.
+    """Return the folder of a role's certificate and key, which only this user can enter.
 
     Raises:
         UsageError: there is no such role.
@@ -105,7 +105,7 @@ def _write_roles(folder: Path, texts: Mapping[str, Mapping[str, str]]) -> None:
             _write(folder / role / name, files[name].encode())
 
 
-def _certificate(name: str, public: Any, signer: Any, days: int, is_authority: bool = False) -> Any:
+def _certificate(name: str, public: Any, signer: Any, days: int, is_authority: bool = False) -> object:
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
     from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID

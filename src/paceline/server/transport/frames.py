@@ -95,8 +95,8 @@ def write_frame(number: int, message: Any, payload_bytes: int) -> bytes:
     return PREFIX.pack(MAGIC, VERSION, kind, number, len(header), payload_bytes) + header
 
 
-def payload_of(message: Any) -> Any:
-    """Return what follows the header: the message's last field; None where nothing does."""
+def payload_of(message: object) -> Any:
+    """Return the payload that follows the header: the message's last field; None where nothing follows."""
     if not FORMS[KINDS[type(message)]].has_payload:
         return None
     if isinstance(message, messages.Forward):
@@ -108,7 +108,7 @@ def _last_field(message: Any) -> str:
     return str(list(type(message).__slots__)[-1])
 
 
-def _same(value: Any) -> Any:
+def _same(value: object) -> Any:
     return value
 
 
@@ -150,7 +150,7 @@ class GradientNote(Note, kw_only=True, forbid_unknown_fields=True):
     settings: Settings
 
 
-def _plain(value: Any) -> int | float:
+def _plain(value: object) -> int | float:
     """Return a number of a subclass, such as a learning rate of numpy, as Python's own: msgspec takes no other."""
     for kind in (float, int):
         if isinstance(value, kind):
@@ -158,7 +158,7 @@ def _plain(value: Any) -> int | float:
     raise TypeError(f"{type(value).__name__} can't be sent")
 
 
-def _float(value: Any) -> float:
+def _float(value: object) -> float:
     # Infinity may come: it is the norm of a gradient that is not finite.
     if type(value) is not float or math.isnan(value):
         raise FrameError(f"{value!r:.60} where a number with a fraction should be")

@@ -25,7 +25,7 @@ from paceline.server.transport.frames import LAYOUT_BYTES, STATUS_BYTES, FrameEr
 HEARTBEAT_S = 0.5
 WATCHERS = 32  # that may stay connected
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)  # between attempts to connect
-# Which messages each role may send; everybody may ask for the status. A worker or server speaks for itself alone.
+# Which messages each role may send; everybody may ask for the status. A worker or server speaks only for itself.
 # Install comes from the coordinator and from workers: see `_may_send`.
 _FROM_COORDINATOR = (messages.Configuration, setup.Welcome, setup.StartServers, setup.Addresses, setup.Refused)
 _FROM_WORKER = (messages.Push, messages.Pull, messages.WorkerHeartbeat, setup.ReadState)
@@ -61,11 +61,11 @@ class Peers:
 
     # --- what each process adds
 
-    def hello(self, to: Any) -> setup.Hello:
-        """Return what this process sends first to another."""
+    def hello(self, to: object) -> setup.Hello:
+        """Return the greeting that this process sends first to another."""
         raise NotImplementedError
 
-    def take(self, peer: Any, number: int, message: Any) -> None:
+    def take(self, peer: object, number: int, message: object) -> None:
         """Handle a message from a known peer about range `number`.
 
         Raises:
@@ -78,7 +78,7 @@ class Peers:
         """Return this process's status, for `paceline server top`."""
         return {}
 
-    def greet(self, connection: Connection, hello: setup.Hello) -> Any:
+    def greet(self, connection: Connection, hello: setup.Hello) -> object:
         """Return the key of a new peer in `connections`.
 
         Raises:
@@ -86,14 +86,16 @@ class Peers:
         """
         return hello.name if hello.role == "server" else (hello.name, hello.incarnation)
 
-    def lost(self, peer: Any) -> None:
+    def lost(self, peer: object) -> None:
         """Called when a known peer's connection has ended."""
 
-    def connected(self, peer: Any) -> None:
+    def connected(self, peer: object) -> None:
         """Called when a connection to a peer is there, opened from either side."""
 
-    def destination(self, connection: Connection, number: int, message: Any, nbytes: int) -> tuple[Any, memoryview]:
-        """Return where a payload goes: see `connection.Endpoint`."""
+    def destination(
+        self, connection: Connection, number: int, message: object, nbytes: int
+    ) -> tuple[object, memoryview]:
+        """Return the memory for a payload: see `connection.Endpoint`."""
         if isinstance(message, setup.Hello):  # a short header says whose it is; what it brings is only now taken in
             most = LAYOUT_BYTES if message.role == "worker" else 0
         elif isinstance(message, setup.StartServers):
@@ -115,8 +117,8 @@ class Peers:
 
     async def listen(self, address: Address) -> str:
         """Accept connections, and return the address where they come."""
-        self.listener, where = await listen(address, lambda: Connection(self), self.credentials)
-        return where
+        self.listener, bound_address = await listen(address, lambda: Connection(self), self.credentials)
+        return bound_address
 
     def send(self, sent: Sent) -> None:
         """Hand messages to their connections.
@@ -131,7 +133,7 @@ class Peers:
             elif addressee in self.addresses:
                 self.open(addressee)
 
-    def open(self, peer: Any) -> None:
+    def open(self, peer: object) -> None:
         """Begin to connect to a peer, unless it is connected or that is under way."""
         if peer not in self.opening and peer not in self.connections and not self.is_closing:
             self.opening.add(peer)
@@ -142,7 +144,7 @@ class Peers:
         task = asyncio.get_running_loop().create_task(work)
         # asyncio keeps only weak references to tasks: without this one a task could be collected while it runs.
         self.tasks.add(task)
-        task.add_done_callback(self._done)
+        task.add_done_callback(self._finish_task)
 
     def call(self, work: Callable[..., None], *arguments: Any) -> None:
         """Call something from the event loop: its error ends this process, where asyncio would only log it."""
@@ -151,7 +153,7 @@ class Peers:
         except Exception as error:
             self.failed(error)
 
-    def _done(self, task: asyncio.Task[Any]) -> None:
+    def _finish_task(self, task: asyncio.Task[Any]) -> None:
         self.tasks.discard(task)
         # asyncio would only log the error, when the task is collected.
         if not task.cancelled() and task.exception() is not None:
@@ -161,7 +163,7 @@ class Peers:
         """Handle the error of a task."""
         raise error or RuntimeError("failed")
 
-    async def _open(self, peer: Any) -> None:
+    async def _open(self, peer: object) -> None:
         try:
             connection = await self._connect_with_retries(peer)
             if connection is None:
@@ -179,7 +181,7 @@ class Peers:
         finally:
             self.opening.discard(peer)
 
-    async def _connect_with_retries(self, peer: Any) -> Connection | None:
+    async def _connect_with_retries(self, peer: object) -> Connection | None:
         """Connect to a peer; None if it does not answer, or has no address any more."""
         for wait_s in RETRY_S:
             address = self.addresses.get(peer)
@@ -229,7 +231,7 @@ class Peers:
         elif not nbytes and kind in _NEVER_EMPTY:
             raise FrameError(f"a {kind.__name__} without its bytes")
 
-    def on_message(self, connection: Connection, number: int, message: Any) -> None:
+    def on_message(self, connection: Connection, number: int, message: object) -> None:
         """Handle a message. A wrong one ends its connection, an error of this process's own the process."""
         try:
             # The class was checked with the prefix (`check_may_send`); `_on_message` checks in whose name it speaks.
@@ -239,7 +241,7 @@ class Peers:
         except Exception as error:  # the disk is full, parameters are lost: closing this connection would mend nothing
             self.failed(error)
 
-    def _on_message(self, connection: Connection, number: int, message: Any) -> None:
+    def _on_message(self, connection: Connection, number: int, message: object) -> None:
         if isinstance(message, setup.Hello):
             self._greet(connection, message)
         elif connection.peer is None or not _may_say(connection.peer, message):
@@ -249,12 +251,12 @@ class Peers:
         else:
             self.take(connection.peer, number, message)
 
-    def on_lost(self, connection: Connection, why: str) -> None:
+    def on_lost(self, connection: Connection, reason: str) -> None:
         """Forget a connection that has ended."""
         if self.listener is not None:
             self.listener.is_known(connection)
-        if connection.why and connection.why != "the process ends":
-            self.refused.append(why)
+        if connection.reason and connection.reason != "the process ends":
+            self.refused.append(reason)
         # Not where the peer has come again: its newer connection has the place.
         if connection.peer is not None and self.connections.get(connection.peer) is connection:
             del self.connections[connection.peer]
@@ -296,7 +298,7 @@ class Peers:
             self.connections[watchers[0]].close("too many look on")
 
 
-def _may_send(peer: Any, kind: type) -> bool:
+def _may_send(peer: object, kind: type) -> bool:
     """Return True if a peer may send messages of this class."""
     if is_watcher(peer):
         return kind is setup.AskStatus
@@ -311,7 +313,7 @@ def _may_send(peer: Any, kind: type) -> bool:
     return kind in _FROM_WORKER
 
 
-def _may_say(peer: Any, message: Any) -> bool:
+def _may_say(peer: object, message: object) -> bool:
     """Return True if a message is its sender's to send: nobody speaks in another's name."""
     if not _may_send(peer, type(message)):
         return False
@@ -352,7 +354,7 @@ def addresses_of(content: str) -> dict[Node, Address]:
     return addresses
 
 
-def is_watcher(peer: Any) -> bool:
+def is_watcher(peer: object) -> bool:
     """Return True if a peer only asks for the status: it takes no part in the job."""
     return isinstance(peer, tuple) and peer[0] == "watcher"
 

@@ -15,13 +15,14 @@ Stream = tuple[int, int]
 _ENOUGH = 20  # bits of chance: two steps draw that much alike once in a million
 
 
-def check_draws(verdict: Verdict, ranks: list[RankResult], may_repeat: bool = False) -> None:
+def check_draws(verdict: Verdict, ranks: list[RankResult], may_repeat: bool = False, is_loop: bool = False) -> None:
     """Compare what ranks draw and keep; then the copies of every parameter after steps with dropout.
 
     Args:
-        verdict: gets a line.
-        ranks: results of steps with the model's own dropout.
-        may_repeat: in one process the model draws the same in each step, too.
+        verdict: the verdict to which a line is added.
+        ranks: the ranks' results of steps with the model's own dropout.
+        may_repeat: True if the model draws the same in each step in one process, too.
+        is_loop: True for a loop, of which no single masks are recorded.
     """
     # From causes to effects: random states, masks, pieces of masks, parameters.
     message = _wrong_streams(ranks) or ("" if may_repeat else _repeated_draws(ranks)) or _wrong_masks(ranks)
@@ -33,25 +34,22 @@ def check_draws(verdict: Verdict, ranks: list[RankResult], may_repeat: bool = Fa
         verdict.add("dropout", False, wrong_piece.message)
         verdict.culprit = verdict.culprit or wrong_piece
         return
-    if _has_unequal_copies(verdict, ranks):
+    unequal = _unequal_copies(ranks)
+    if unequal:
+        verdict.add("dropout", False, f"with the model's own dropout, copies of {unequal} drift apart between ranks")
         return
-    verdict.add("dropout", True, "parts of the batch and pipeline stages draw their own masks; copies stay equal")
+    right = (
+        "each step draws its own masks" if is_loop else "parts of the batch and pipeline stages draw their own masks"
+    )
+    verdict.add("dropout", True, f"{right}; copies stay equal")
 
 
-def check_draws_of_loop(verdict: Verdict, ranks: list[RankResult]) -> None:
-    """Check that no step of a loop draws what another drew, and that copies of parameters stay equal."""
-    message = _wrong_streams(ranks) or _repeated_draws(ranks)
-    if message:
-        verdict.add("dropout", False, message)
-        return
-    if _has_unequal_copies(verdict, ranks):
-        return
-    verdict.add("dropout", True, "each step draws its own masks; copies stay equal")
+def _note_equal_draws(verdict: Verdict, ranks: list[RankResult]) -> None:
+    """Add a notice where parts of the batch draw alike in a loop. It is no bug: the loop may have seeded by itself."""
     for step, drawn in enumerate(zip(*(result.facts["drawn"] for result in ranks), strict=True), 1):
         owners: dict[float, Stream] = {}
         for result, (digest, bits) in zip(ranks, drawn, strict=True):
             if bits >= _ENOUGH and owners.setdefault(digest, _stream(result)) != _stream(result):
-                # The loop may have seeded by itself, which is not Paceline's to judge.
                 verdict.notices.append(
                     f"in step {step} parts of the batch draw the same dropout: seed before paceline.prepare, not after"
                 )
@@ -78,7 +76,7 @@ def _stream_name(stream: Stream, ranks: list[RankResult]) -> str:
 
 
 def _wrong_streams(ranks: list[RankResult]) -> str:
-    """Say which streams begin a step with random numbers that they should not have; "" if none does."""
+    """Describe the streams that begin a step with wrong random numbers; "" if none does."""
     for step in range(len(ranks[0].facts["draws"])):
         # Both ways: ranks of one stream must have one state, and no two streams the same.
         states: dict[Stream, int] = {}
@@ -86,19 +84,19 @@ def _wrong_streams(ranks: list[RankResult]) -> str:
             stream = _stream(result)
             state = result.facts["draws"][step]
             if states.setdefault(stream, state) != state:
-                where = _stream_name(stream, ranks)
-                return f"step {step + 1}: ranks with the same samples ({where}) draw different random numbers"
+                part = _stream_name(stream, ranks)
+                return f"step {step + 1}: ranks with the same samples ({part}) draw different random numbers"
         owners: dict[int, Stream] = {}
         for stream, state in states.items():
             owner = owners.setdefault(state, stream)
             if owner != stream:
-                both = f"{_stream_name(owner, ranks)} and {_stream_name(stream, ranks)}"
-                return f"step {step + 1}: {both} draw the same random numbers: their dropout is equal"
+                streams = f"{_stream_name(owner, ranks)} and {_stream_name(stream, ranks)}"
+                return f"step {step + 1}: {streams} draw the same random numbers: their dropout is equal"
     return ""
 
 
 def _repeated_draws(ranks: list[RankResult]) -> str:
-    """Say which step draws what an earlier step has drawn, as where the seed leaves the step out; "" if none."""
+    """Describe a step that repeats the draws of an earlier one, as where the seed omits the step; "" if none."""
     for result in ranks:
         seen: dict[float, int] = {}
         for step, (digest, bits) in enumerate(result.facts["drawn"], 1):
@@ -109,7 +107,7 @@ def _repeated_draws(ranks: list[RankResult]) -> str:
 
 
 def _wrong_masks(ranks: list[RankResult]) -> str:
-    """Say which mask a backward pass drew otherwise than the forward pass, or came twice; "" if none."""
+    """Describe a mask that differs in the backward pass, or that was drawn twice; "" if none."""
     steps = min(len(result.facts["masks"]) for result in ranks)
     for step in range(steps):
         owners: dict[int, Stream] = {}
@@ -127,8 +125,8 @@ def _wrong_masks(ranks: list[RankResult]) -> str:
             for mask in forward:
                 owner = owners.setdefault(mask, stream)
                 if owner != stream:
-                    both = f"{_stream_name(owner, ranks)} and {_stream_name(stream, ranks)}"
-                    return f"step {step + 1}: {both} have the same dropout mask"
+                    streams = f"{_stream_name(owner, ranks)} and {_stream_name(stream, ranks)}"
+                    return f"step {step + 1}: {streams} have the same dropout mask"
     return ""
 
 
@@ -141,21 +139,13 @@ def _wrong_pieces(ranks: list[RankResult]) -> FirstDifference | None:
         for step, dropouts in enumerate(group[0].facts["kept"]):
             for number, (module, _, full_mask) in enumerate(dropouts):
                 pieces = [result.facts["kept"][step][number][1] for result in group]
-                if sum(pieces) != full_mask:  # the hashes add up: see `_sum_of_places` in `dropout_trace.py`
+                if sum(pieces) != full_mask:  # the hashes add up: see `_sum_of_places` in `dropout_pieces.py`
                     message = (
                         f"step {step + 1}: the ranks of tensor keep other elements than one rank would in "
                         f"{module or 'the loss'}: their pieces of a dropout mask don't make up the whole mask"
                     )
                     return FirstDifference(module, "", "dropout", message)
     return None
-
-
-def _has_unequal_copies(verdict: Verdict, ranks: list[RankResult]) -> bool:
-    """Return whether copies of a parameter drift apart between ranks, and say which."""
-    unequal = _unequal_copies(ranks)
-    if unequal:
-        verdict.add("dropout", False, f"with the model's own dropout, copies of {unequal} drift apart between ranks")
-    return bool(unequal)
 
 
 def _unequal_copies(ranks: list[RankResult]) -> str:

@@ -6,12 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from paceline.nouns.errors import WorkloadError
-from paceline.nouns.mesh import DATA_AXES, Mesh
+from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
-from paceline.plan.step_traffic import step_traffic
 from paceline.verify.judge.compare import (
     TURNED,
     Difference,
@@ -21,7 +18,7 @@ from paceline.verify.judge.compare import (
     largest_difference,
     tolerance_of,
 )
-from paceline.verify.judge.order import Call, find_disorder
+from paceline.verify.judge.order_of_collectives import Call, find_disorder
 from paceline.verify.judge.verdict import FirstDifference, Verdict
 
 _OUTSIDE = ("world",)  # the axis of what jobs say to each other between steps, which no plan predicts
@@ -35,10 +32,10 @@ def check_order(
     """Check that ranks that belong together began the same collectives in the same order.
 
     Args:
-        verdict: gets a line.
-        traces: by run, the calls of each rank.
-        mesh: the ranks'.
-        dry: content of dry.json.
+        verdict: the verdict to which a line is added.
+        traces: the calls of each rank, by run.
+        mesh: the mesh of the ranks.
+        dry: the content of dry.json.
     """
     # First the graphs from the dry run, by stage: ranks of `tensor` and `context` must have the same collectives there.
     graphs = dry["graphs"]
@@ -70,10 +67,10 @@ def check_step(
     """Check losses, weights, norms, learning rates and every tensor of every rank.
 
     Args:
-        verdict: gets a line.
-        reference: the single process.
-        ranks: results that are compared with it.
-        name: of the line.
+        verdict: the verdict to which a line is added.
+        reference: the results of the single process.
+        ranks: the ranks' results that are compared with it.
+        name: the name of the line.
         found: the differences of tensors, if they are known already.
     """
     if found is None:
@@ -101,12 +98,12 @@ def check_step(
 def _describe_differences(found: list[Difference]) -> str:
     """Describe the first difference, and say how many there are."""
     first = found[0]
-    how = f"off by {first.error:.2e} where rounding does {first.bound:.1e}"
+    detail = f"off by {first.error:.2e} where rounding does {first.bound:.1e}"
     if first.found:
-        how = first.found
-    where = f"rank {first.rank}" if first.rank >= 0 else "the ranks"
+        detail = first.found
+    holder = f"rank {first.rank}" if first.rank >= 0 else "the ranks"
     count = len({(difference.kind, difference.name) for difference in found})
-    return f"step {first.step}: {first.kind} {first.name} of {where}, {how} ({count} tensors differ)"
+    return f"step {first.step}: {first.kind} {first.name} of {holder}, {detail} ({count} tensors differ)"
 
 
 def _wrong_scalars(reference: Reference, ranks: list[RankResult]) -> list[str]:
@@ -118,13 +115,13 @@ def _wrong_scalars(reference: Reference, ranks: list[RankResult]) -> list[str]:
             for step, actual, expected in _by_step(reference, result, key):
                 # So written, a NaN is a difference. The floor is for an expected 0.
                 if not abs(actual - expected) <= tolerance * max(abs(expected), 1e-300):
-                    where = f"{actual!r} on rank {result.rank}, {expected!r} in one process"
-                    messages.append(f"step {step}: the {label} is {where}")
+                    values = f"{actual!r} on rank {result.rank}, {expected!r} in one process"
+                    messages.append(f"step {step}: the {label} is {values}")
     return messages
 
 
 def _scalar_tolerance(reference: Reference, key: str) -> float:
-    """Return how far losses, weights or norms may be off, relative."""
+    """Return the relative tolerance of losses, weights or norms."""
     allowed = tolerance_of(reference)
     noise: float = reference.facts["scalar_noise"][key]
     turned: float = reference.facts["scalar_turned"][key]
@@ -145,7 +142,7 @@ def _wrong_rates(reference: Reference, ranks: list[RankResult]) -> list[str]:
 
 
 def _by_step(reference: Reference, result: RankResult, key: str) -> Iterator[tuple[int, Any, Any]]:
-    """Yield step, the rank's value and the reference's; a rank that resumed has the last steps alone."""
+    """Yield step, the rank's value and the reference's; a rank that resumed has only the last steps."""
     actual = result.facts[key]
     all_expected = reference.facts[key]
     first = len(all_expected) - len(actual)
@@ -165,27 +162,27 @@ def _is_bitwise(reference: Reference, ranks: list[RankResult]) -> bool:
 def check_branches(reference: Reference, ranks: list[RankResult], plan: Plan) -> None:
     """Raise WorkloadError when the user's code went another way for a part of the batch than for all of it."""
     expected = _ways_by_line(reference.facts["branches"])
-    of_ranks = [_ways_by_line(result.facts["branches"]) for result in ranks]
+    ways_of_ranks = [_ways_by_line(result.facts["branches"]) for result in ranks]
     mesh = Mesh.parse(plan.mesh)
-    parts = {mesh.data_part(result.rank): ways for result, ways in zip(ranks, of_ranks, strict=True)}
-    for result, found in zip(ranks, of_ranks, strict=True):
+    parts = {mesh.data_part(result.rank): ways for result, ways in zip(ranks, ways_of_ranks, strict=True)}
+    for result, found in zip(ranks, ways_of_ranks, strict=True):
         for line, ways in found.items():
             if line not in expected or ways == expected[line]:
                 continue
             if len(ways) != len(expected[line]) and set(ways) == set(expected[line]):
                 continue  # cut into more or fewer micro-batches
             # A loop over samples looks at each: what the ranks have seen adds up to what one process has.
-            of_parts = [way for of_part in parts.values() for way in of_part.get(line, [])]
+            of_parts = []
+            for ways_of_part in parts.values():
+                of_parts += ways_of_part.get(line, [])
             if _sum(of_parts) == _sum(expected[line]):
                 continue
-            whole, here = next(
-                ((one, other) for one, other in zip(expected[line], ways, strict=False) if one != other),
-                (expected[line][0], ways[0]),
-            )
+            different = (pair for pair in zip(expected[line], ways, strict=False) if pair[0] != pair[1])
+            in_whole_batch, on_rank = next(different, (expected[line][0], ways[0]))
             raise WorkloadError(
                 "the loss should take the same path for a batch and for its parts",
-                f"the condition at {line} is {_in_words(whole)} for the whole batch and {_in_words(here)} on rank "
-                f"{result.rank}",
+                f"the condition at {line} is {_in_words(in_whole_batch)} for the whole batch and "
+                f"{_in_words(on_rank)} on rank {result.rank}",
                 "choose by torch.where for each sample, go on for each sample by a mask until it is done, take a fixed "
                 "number of rounds, or decide in the loop, outside of the loss",
             )
@@ -195,7 +192,7 @@ _Way = tuple[int, int, int]  # how often a line saw True and False in a call of 
 
 
 def _ways_by_line(calls: list[list[list[Any]]]) -> dict[str, list[_Way]]:
-    """Return for each line what it saw in each call that came to it."""
+    """Return the outcomes of each line in each call that came to it."""
     ways: dict[str, list[_Way]] = {}
     for call in calls:
         seen: dict[str, Counter[bool | None]] = {}
@@ -219,35 +216,31 @@ def _in_words(way: _Way) -> str:
 
 
 def check_traffic(
-    verdict: Verdict, plan: Plan, models: Sequence[Sequence[Mapping[str, Any]]], ranks: list[RankResult]
+    verdict: Verdict, traffic: Sequence[Sequence[Mapping[str, Any]]] | None, ranks: list[RankResult]
 ) -> None:
     """Check that the ledger of the first step is the prediction: calls and bytes, by collective and axis.
 
     Args:
-        verdict: gets a line.
-        plan: for which traffic was predicted.
-        models: for each part of the batch what each rank of `context` and `tensor` holds (`profile/describe.py`).
-        ranks: their results, with the ledger of each step.
+        verdict: the verdict to which a line is added.
+        traffic: the predicted rows of the ledger, by rank; None where they depend on the data.
+        ranks: the ranks' results, with the ledger of each step.
     """
+    if traffic is None:
+        verdict.add("traffic", True, "depends on the data (sparse gradients): nothing was predicted")
+        return
     total = 0
     for result in ranks:
-        predicted = _predicted_traffic(plan, models, result)
-        if predicted is None:
-            verdict.add("traffic", True, "depends on the data (sparse gradients): nothing was predicted")
-            return
-        predicted_calls, predicted_bytes = predicted
-        ledger: dict[Operation, tuple[int, int]] = {}
-        for row in result.facts["ledger"][0]:
-            if row["axis"] not in _OUTSIDE:
-                ledger[row["collective"], row["axis"]] = (row["calls"], row["bytes"])
-        for operation in sorted(predicted_calls.keys() | ledger.keys()):
+        predicted = _by_operation(traffic[result.rank])
+        ledger = _by_operation(result.facts["ledger"][0])
+        for operation in sorted(predicted.keys() | ledger.keys()):
             calls, size = ledger.get(operation, (0, 0))
+            predicted_calls, predicted_size = predicted.get(operation, (0, 0))
             total += size
-            if (calls, size) != (predicted_calls[operation], predicted_bytes[operation]):
+            if (calls, size) != (predicted_calls, predicted_size):
                 collective, axis = operation
                 message = (
                     f"rank {result.rank}: {collective} on {axis}: {calls} calls, {size} bytes; "
-                    f"predicted {predicted_calls[operation]} calls, {predicted_bytes[operation]} bytes"
+                    f"predicted {predicted_calls} calls, {predicted_size} bytes"
                 )
                 verdict.add("traffic", False, message, collective=collective, axis=axis, rank=result.rank)
                 if verdict.culprit is None:
@@ -258,67 +251,10 @@ def check_traffic(
     )
 
 
-def _predicted_traffic(
-    plan: Plan, models: Sequence[Sequence[Mapping[str, Any]]], result: RankResult
-) -> tuple[Counter[Operation], Counter[Operation]] | None:
-    """Return the calls and the bytes that one rank's first step should enter in the ledger; None: can't be told."""
-    at = result.facts["coordinate"]
-    models_of_part = models[result.facts["data_part"]]
-    # One entry where all ranks with the same samples hold the same.
-    number = Mesh.parse(plan.mesh).place_of(at)
-    model = models_of_part[number % len(models_of_part)]
-    by_stage = step_traffic(plan, model, at["shard"], at["tensor"])
-    if by_stage is None:
-        return None
-    rows = by_stage[at["pipeline"]] if len(by_stage) > 1 else by_stage[0]
-    calls: Counter[Operation] = Counter()
-    sizes: Counter[Operation] = Counter()
+def _by_operation(rows: Sequence[Mapping[str, Any]]) -> dict[Operation, tuple[int, int]]:
+    """Return the calls and bytes of a ledger's rows by collective and axis."""
+    found = {}
     for row in rows:
-        calls[row.collective, row.axis] = row.calls
-        sizes[row.collective, row.axis] = row.payload_bytes
-    # These depend on the model's mode and on what the step wrote, so `step_traffic` leaves them out.
-    for operation, size in [*_batch_norms(plan, model, result), *_changed_buffers(plan, result)]:
-        calls[operation] += 1
-        sizes[operation] += size
-    return calls, sizes
-
-
-def _batch_norms(plan: Plan, model: Mapping[str, Any], result: RankResult) -> Iterator[tuple[Operation, int]]:
-    """Yield what batch norms with shared statistics send, each once per micro-batch (comm/batch_norm.py)."""
-    mesh = Mesh.parse(plan.mesh)
-    if mesh.data_size == 1 or model["micro_batch_size"] is not None:
-        return
-    micro_batches = model.get("split", {}).get("micro_batches", 1)
-    for name, channels in model["batch_norms"].items():
-        held = []  # the norm's own tensors on this rank, apart from its count of batches
-        for key, values in result.tensors.items():
-            step, _, tensor = key.split("/", 2)
-            if step == "0" and tensor.rpartition(".")[0] == name and values.ndim:
-                held.append(values)
-        if not held and mesh.size("pipeline") > 1:
-            continue  # on another stage; one without any tensor can't be told apart, and sends the same
-        elements = held[0].size if held else channels
-        itemsize = 8 if held and held[0].dtype == np.float64 else 4
-        size = elements * itemsize
-        for _ in range(micro_batches):
-            yield ("all_gather", _data_axis(mesh)), 3 * size  # forward: counts, means, sums of squares
-            yield ("all_reduce", _data_axis(mesh)), 2 * size  # backward: two sums per channel
-
-
-def _changed_buffers(plan: Plan, result: RankResult) -> Iterator[tuple[Operation, int]]:
-    """Yield a message per dtype for the buffers that the first step wrote to, as `replicate` sends them."""
-    mesh = Mesh.parse(plan.mesh)
-    if mesh.data_size == 1:
-        return
-    sizes: Counter[str] = Counter()
-    for name in result.facts["changed_buffers"]:
-        values = result.tensors[f"1/buffer/{name}"]
-        sizes[result.facts["dtypes"][name]] += values.size * 8  # means are taken in float64, the largest in int64
-    for size in sizes.values():
-        yield ("all_reduce", _data_axis(mesh)), size
-
-
-def _data_axis(mesh: Mesh) -> str:
-    """Return the axis over which all parts of the batch are summed; "data" where two axes split it."""
-    used = mesh.used(DATA_AXES)
-    return used[0] if len(used) == 1 else "data"
+        if row["axis"] not in _OUTSIDE:
+            found[row["collective"], row["axis"]] = (row["calls"], row["bytes"])
+    return found

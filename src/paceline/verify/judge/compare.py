@@ -9,7 +9,7 @@ precisions, what two runs with moved gradients change is allowed too: see `bound
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from paceline.nouns.shard_spec import FLAT, ShardSpec
 
 Array = np.ndarray[Any, Any]
 EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-10}
+_STATE_OF = "optimizer/"  # before a parameter's name: where the optimizer's state of it is placed
+SCALARS = ("losses", "weights", "norms")  # of each step, relative to which they are compared
 KINDS = ("gradient", "buffer", "state", "change", "parameter")  # in the order in which a step makes them
 
 
@@ -96,10 +98,10 @@ class RankResult:
     facts: dict[str, Any]
 
     def shard_spec(self, name: str, kind: str = "parameter") -> ShardSpec | None:
-        """Return which part of a tensor the rank says it holds; None: all of it."""
-        if kind == "state" and name in self.whole_states:
-            return None
+        """Return the part of a tensor that the rank says it holds; None: all of it."""
         placement = self.facts["placements"].get(name)
+        if kind == "state" and name in self.whole_states:
+            placement = self.facts["placements"].get(_STATE_OF + name)
         return ShardSpec.of_json(placement) if placement else None
 
     @property
@@ -109,12 +111,12 @@ class RankResult:
         return states
 
 
-def read_ranks(folder: Path, run: str, ranks: int) -> list[RankResult]:
-    """Read the results of a run's ranks."""
+def read_ranks(folder: Path, name: str, ranks: int) -> list[RankResult]:
+    """Read what the ranks of a run, by its name, have written."""
     results = []
     for rank in range(ranks):
-        tensors = read_arrays(folder / f"{run}-{rank}.safetensors")
-        facts = json.loads((folder / f"{run}-{rank}.json").read_text())
+        tensors = read_arrays(folder / f"{name}-{rank}.safetensors")
+        facts = json.loads((folder / f"{name}-{rank}.json").read_text())
         results.append(RankResult(rank, tensors, facts))
     return results
 
@@ -226,7 +228,7 @@ def _unclipped(
     clip_norm = reference.facts["clip_norm"]
     factor = 1.0
     if clip_norm and norms:
-        # The inverse of `_gradients` in ranks/reference_step.py, with its 1e-6.
+        # The inverse of `clip_gradients` in train/plain_step.py, with its 1e-6.
         factor = max(norms[0] + 1e-6, clip_norm) / clip_norm
     updated = set(reference.facts["updated"])
     gradients = {}
@@ -239,7 +241,7 @@ def _unclipped(
 
 
 def largest_difference(reference: Reference, ranks: list[RankResult]) -> float:
-    """Return how far the parameters of any rank are off after the last step: the norm of the difference over theirs."""
+    """Return the largest error of a rank's parameters after the last step: the norm of the difference over theirs."""
     last_step = max(split_key(key)[0] for key in reference.tensors)
     worst = 0.0
     for result in ranks:
@@ -258,7 +260,7 @@ def largest_difference(reference: Reference, ranks: list[RankResult]) -> float:
 
 
 def bound_of(reference: Reference, key: str, largest: Mapping[tuple[int, str], float]) -> float:
-    """Return how far the tensor `key` may be off.
+    """Return the bound on the error of the tensor `key`.
 
     In float64, which decides what is a bug, no more than a small part is ever put down to rounding. In narrower
     precisions a sign-like optimizer (Adam in its first steps) may make a whole step of the rounding of a gradient near
@@ -283,7 +285,7 @@ def bound_of(reference: Reference, key: str, largest: Mapping[tuple[int, str], f
 
 
 def _is_of_rounding(reference: Reference, step: int, name: str, largest: Mapping[tuple[int, str], float]) -> bool:
-    """True if a parameter's gradient is rounding alone, as of a bias before batch norm: Rprop keeps its signs."""
+    """True if a parameter's gradient is nothing but rounding, as of a bias before batch norm: Rprop keeps its signs."""
     gradient = f"{step}/gradient/{name}"
     if gradient not in reference.tensors:
         return False
@@ -298,6 +300,25 @@ def largest_finite(values: Array) -> float:
     if not finite.size:
         return 0.0
     return float(np.abs(finite).max())
+
+
+def distances(tensors: Mapping[str, Array], other_tensors: Mapping[str, Array]) -> dict[str, float]:
+    """Return the largest difference of two runs' tensors, by key; a mask's -inf moves nowhere."""
+    found = {}
+    for key, values in tensors.items():
+        if other_tensors[key].shape != values.shape:
+            found[key] = float("inf")
+            continue
+        first, second = values.astype(_wide(values)), other_tensors[key].astype(_wide(values))
+        are_finite = np.isfinite(first) & np.isfinite(second)
+        found[key] = largest_finite(first[are_finite] - second[are_finite])
+    return found
+
+
+def relative(numbers: Sequence[float], other_numbers: Sequence[float]) -> float:
+    """Return the largest difference of two runs' numbers, relative to the first's."""
+    pairs = zip(numbers, other_numbers, strict=False)
+    return max((abs(a - b) / max(abs(a), 1e-300) for a, b in pairs), default=0.0)
 
 
 def largest_of_each_kind(reference: Reference) -> dict[tuple[int, str], float]:
@@ -361,7 +382,7 @@ def _label(name: str, state: str) -> str:
 
 
 def relation(actual: Array, expected: Array) -> str:
-    """Say how a wrong tensor follows from the right one; "" if it does not follow in a simple way."""
+    """Describe a wrong tensor as a function of the right one; "" if there is no simple one."""
     if not np.isfinite(actual).all():
         return "it has NaN or infinite values"
     squared_norm = float((np.abs(expected) ** 2).sum())

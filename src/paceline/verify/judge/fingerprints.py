@@ -1,4 +1,9 @@
-"""Add up the fingerprints of pieces, and compare two fingerprints. `ranks/fingerprint.py` makes them from tensors."""
+"""Add up the fingerprints of pieces, and compare two fingerprints. `ranks/watch.py` makes them from tensors.
+
+A few numbers stand for a tensor: two weighted sums with fixed weights by place, and the sum of squares. The weighted
+sums are linear: those of a split tensor's pieces, each weighted by its places in the whole, add up to those of the
+whole.
+"""
 
 from __future__ import annotations
 

@@ -24,22 +24,22 @@ from paceline.verify.judge.compare import (
     read_ranks,
 )
 from paceline.verify.judge.fingerprints import Print, added, differ, times_of
-from paceline.verify.judge.order import Disorder, HangWatch
+from paceline.verify.judge.order_of_collectives import Disorder, HangWatch
 from paceline.verify.judge.verdict import FirstDifference
 from paceline.verify.processes import WorldResult
 
 # What the exchanges of a split graph send going forward, and with the gradients going back (comm/differentiable.py,
-# comm/sequence.py).
+# graph/context/context_exchanges.py).
 _FORWARD = {
     "reduce_from_group": "all_reduce", "gather_from_group": "all_gather", "gather_with_partial_grad": "all_gather",
     "reduce_scatter_to_group": "reduce_scatter", "split_cross_entropy": "all_reduce",
-    "sum_with_partial_grad": "all_reduce", "take_at": "all_reduce", "move": "all_to_all", "attention": "attention",
+    "sum_with_partial_grad": "all_reduce", "take_at": "all_to_all", "move": "all_to_all", "attention": "attention",
     "convolve": "all_to_all",
 }  # fmt: skip
 _BACKWARD = {
     "copy_to_group": "all_reduce", "gather_with_partial_grad": "reduce_scatter",
     "reduce_scatter_to_group": "all_gather", "scatter_to_group": "all_gather",
-    "sum_with_partial_grad": "all_reduce", "take_at": "all_reduce", "move": "all_to_all", "attention": "attention",
+    "sum_with_partial_grad": "all_reduce", "take_at": "all_to_all", "move": "all_to_all", "attention": "attention",
     "convolve": "all_to_all",
 }  # fmt: skip
 _IS_ONE = 1e-6  # how far a factor may be from one; factors are of float64 values
@@ -50,15 +50,14 @@ Replay = Mapping[int, Mapping[str, Any]]  # by part of the batch, what one proce
 
 
 def blame_disorder(disorder: Disorder, hang: HangWatch | None = None) -> FirstDifference:
-    """Name the collective that one rank left out, or began alone."""
+    """Name the collective that one rank left out, or began without the others."""
     collective = disorder.expected or disorder.call
-    where = ""
+    place = ""
     if disorder.call and disorder.call.line:
-        where = f"; rank {disorder.rank} at {disorder.call.line}"
+        place = f"; rank {disorder.rank} at {disorder.call.line}"
     if hang is not None and disorder.rank in hang.standing:
-        heartbeat = hang.standing[disorder.rank]
-        where = f"; rank {disorder.rank} stands at {heartbeat['at'] or heartbeat['line']}"
-    return FirstDifference("", f"{collective}", "order", disorder.describe() + where)
+        place = f"; rank {disorder.rank} stands at {hang.standing[disorder.rank]}"
+    return FirstDifference("", f"{collective}", "order", disorder.describe() + place)
 
 
 def blame_loading(found: list[Difference], name: str) -> FirstDifference | None:
@@ -66,13 +65,13 @@ def blame_loading(found: list[Difference], name: str) -> FirstDifference | None:
     if not found:
         return None
     first = found[0]
-    how = f", {first.found}" if first.found else ""
-    message = f"{name}: {first.kind} {first.name} is wrong on rank {first.rank} after step {first.step}{how}"
+    detail = f", {first.found}" if first.found else ""
+    message = f"{name}: {first.kind} {first.name} is wrong on rank {first.rank} after step {first.step}{detail}"
     return FirstDifference(module_of(first.name), "", "load", message)
 
 
 def find_in_narrow(folder: Path, plan: Plan, precision: str) -> FirstDifference | None:
-    """Find what differs in the working precision alone: something is rounded to fewer digits than promised."""
+    """Find what differs only in the working precision: something is rounded to fewer digits than promised."""
     reference = Reference.read(folder, precision)
     ranks = read_ranks(folder, precision, plan.world_size)
     gradients = before_clipping(reference, ranks)
@@ -86,9 +85,10 @@ def find_first_difference(folder: Path, plan: Plan, watch: Callable[[], WorldRes
     """Run the first step again with every module looked at, and find where it goes wrong.
 
     Args:
-        folder: where the processes wrote.
-        plan: that was verified.
-        watch: runs the step on the ranks and in one process, which write `watched-RANK.json` and `replay.json`.
+        folder: the folder into which the processes wrote.
+        plan: the plan that was verified.
+        watch: a function that runs the step on the ranks and in one process, which write `watched-RANK.json` and
+            `replay.json`.
     """
     mesh = Mesh.parse(plan.mesh)
     reference = Reference.read(folder, "float64")
@@ -149,15 +149,17 @@ def _at_start(difference: Difference, mesh: Mesh) -> FirstDifference:
 
 def _in_data(watched: list[RankResult], mesh: Mesh) -> FirstDifference | None:
     """Find samples that no rank takes, or two do; or micro-batches that a rank did not run."""
-    taken: dict[int, list[int]] = {}  # by part of the batch: ranks of `tensor` and `pipeline` take the same samples
+    positions_of_part: dict[
+        int, list[int]
+    ] = {}  # by part of the batch: ranks of `tensor` and `pipeline` take the same samples
     for result in watched:
-        pieces = result.facts["pieces"]
-        taken[result.facts["data_part"]] = _positions_in(pieces)
+        ranges = result.facts["pieces"]
+        positions_of_part[result.facts["data_part"]] = _positions_in(ranges)
         run = len({_micro_batch_of(place) for place in result.facts["watch"]["order"]})
-        if 0 < run < len(pieces):  # 0: nothing was watched on this rank
-            message = f"rank {result.rank} runs {run} of its {len(pieces)} micro-batches"
+        if 0 < run < len(ranges):  # 0: nothing was watched on this rank
+            message = f"rank {result.rank} runs {run} of its {len(ranges)} micro-batches"
             return FirstDifference("", "", "data", message)
-    positions = sorted(position for part in taken.values() for position in part)
+    positions = sorted(position for part in positions_of_part.values() for position in part)
     start, stop = watched[0].facts["batch"]  # positions in the data order; `stop` is not in the batch
     if positions != list(range(start, stop)):
         message = f"of samples {start} to {stop} of the order the ranks take {positions}: not each once"
@@ -165,9 +167,9 @@ def _in_data(watched: list[RankResult], mesh: Mesh) -> FirstDifference | None:
     return None
 
 
-def _positions_in(pieces: list[list[int]]) -> list[int]:
+def _positions_in(ranges: list[list[int]]) -> list[int]:
     positions: list[int] = []
-    for start, stop in pieces:
+    for start, stop in ranges:
         positions += range(start, stop)
     return positions
 
@@ -176,8 +178,8 @@ def _in_samples(watched: list[RankResult], replay: Replay) -> FirstDifference | 
     """Find samples whose values are others on a rank than in one process."""
     for result in watched:
         expected_samples = replay[result.facts["data_part"]]["samples"]
-        pieces = zip(result.facts["pieces"], result.facts["samples"], expected_samples, strict=False)
-        for (start, stop), actual, expected in pieces:
+        ranges = zip(result.facts["pieces"], result.facts["samples"], expected_samples, strict=False)
+        for (start, stop), actual, expected in ranges:
             if _batches_differ(actual, expected):
                 message = (
                     f"data: rank {result.rank} loads other values for samples {start} to {stop - 1} of the order "
@@ -231,8 +233,8 @@ def _in_forward(watched: list[RankResult], replay: Replay, mesh: Mesh) -> FirstD
             if wrong_rank is None:
                 continue
             module = record["modules"][place]
-            what = _describe_place(module, place)
-            message = f"forward: what {what} makes on rank {wrong_rank.rank} differs from one process"
+            maker = _describe_place(module, place)
+            message = f"forward: what {maker} makes on rank {wrong_rank.rank} differs from one process"
             if not module:  # the model's own code between its modules: name the first that takes the value over
                 module = _first_wrong_module(ranks, record, number)
             collective = _collective(wrong_rank, place, mesh, _FORWARD, "all_gather")
@@ -267,8 +269,8 @@ def _in_backward(
                 return None
             if wrong_rank is not None:
                 user, collective = _user_of(wrong_rank, place, module, mesh)
-                what = _describe_place(module, place)
-                message = f"backward: the gradient of what {what} makes is wrong on rank {wrong_rank.rank}"
+                maker = _describe_place(module, place)
+                message = f"backward: the gradient of what {maker} makes is wrong on rank {wrong_rank.rank}"
                 if user and user != module:
                     message += f"; it comes back from {user}"
                 return FirstDifference(user or module, collective, "backward", message)
@@ -286,10 +288,10 @@ def _from_tensors(
 
     Args:
         found: all differences, sorted.
-        gradients: those of the first step's gradients with clipping undone.
-        reference: the single process.
-        ranks: their tensors and facts.
-        mesh: theirs.
+        gradients: the differences of the first step's gradients with clipping undone.
+        reference: the results of the single process.
+        ranks: the tensors and facts of the ranks.
+        mesh: the mesh of the ranks.
     """
     if not found:
         return None
@@ -366,9 +368,9 @@ def _in_sums(first: Difference, gradients: list[Difference], ranks: list[RankRes
     if factor is not None and len(gradients) > 1:
         message = f"gradients: every one is {factor:.6g} times what it should be"
     else:
-        how = f", {first.found}" if first.found else ""
+        detail = f", {first.found}" if first.found else ""
         count = len({gradient.name for gradient in gradients})
-        message = f"gradients: that of {first.name} is wrong on rank {first.rank}{how} ({count} gradients are wrong)"
+        message = f"gradients: that of {first.name} is wrong on rank {first.rank}{detail} ({count} gradients are wrong)"
     return FirstDifference(module_of(first.name), collective, "backward", message)
 
 
@@ -379,7 +381,7 @@ def _common_factor(gradients: list[Difference]) -> float | None:
 
 
 def factor_of(difference: Difference) -> float | None:
-    """Return how many times too large a tensor is; None: not a plain factor."""
+    """Return the factor by which a tensor is too large; None: it is not a plain factor."""
     if not difference.found.endswith("times what it should be"):
         return None
     factor = float(difference.found.split(" ")[0])
@@ -418,7 +420,7 @@ def _is_cut(result: RankResult, name: str) -> bool:
 
 
 def _copies_differ(gradient: Difference, ranks: list[RankResult], axis: str) -> bool:
-    """True if two ranks that differ in their place on `axis` alone hold different values of the same piece."""
+    """True if two ranks that differ only in their place on `axis` hold different values of the same piece."""
     key = f"{gradient.step}/gradient/{gradient.name}"
     copies: dict[Any, Any] = {}
     for result in ranks:
@@ -439,11 +441,11 @@ def _wrong_rank(
     """Return a rank whose value is not the right one; split values are added up over `tensor` and `context` first.
 
     Args:
-        ranks: those with the same part of the batch.
-        place: of the value.
+        ranks: the ranks with the same part of the batch.
+        place: the place of the value.
         direction: "made" for the value, "back" for its gradient.
         expected: the fingerprint in one process.
-        floor: absolute tolerance of the sums, on top of the relative one.
+        floor: the absolute tolerance of the sums, on top of the relative one.
     """
     groups: dict[Any, list[RankResult]] = {}  # ranks whose pieces make up one value
     for result in ranks:
@@ -466,9 +468,9 @@ def _collective(wrong_rank: RankResult, place: str, mesh: Mesh, sends: dict[str,
     """Return the collective next to a place: its own operation's, else the last before it.
 
     Args:
-        wrong_rank: whose graph is searched.
-        place: of the wrong value.
-        mesh: the ranks'.
+        wrong_rank: the rank whose graph is searched.
+        place: the place of the wrong value.
+        mesh: the mesh of the ranks.
         sends: the collective of each exchange in the direction that is searched.
         otherwise: the collective of `shard`, where ranks run no graph.
     """
@@ -528,9 +530,9 @@ def _describe_place(module: str, place: str) -> str:
     return f"{node} in {module}" if module else f"{node} in the model's own code or the loss"
 
 
-def _is_after(module: str, other: str, record: Mapping[str, Any]) -> bool:
-    """True if a module ends after another, going forward."""
+def _is_after(module: str, earlier: str, record: Mapping[str, Any]) -> bool:
+    """True if a module ends after the earlier one, going forward."""
     last: dict[str, int] = {}
     for number, place in enumerate(record["order"]):
         last[record["modules"][place]] = number
-    return last.get(module, -1) > last.get(other, -1)
+    return last.get(module, -1) > last.get(earlier, -1)

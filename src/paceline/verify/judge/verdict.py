@@ -1,4 +1,4 @@
-"""The verdict on a plan, as a table for people and as JSON for programs.
+"""The verdict on a plan, as a table for users and as JSON for programs.
 
 equal     in float64 no value differs by more than rounding can do, and in the working precision every bit is the same
 rounding  in float64 as above; in the working precision values differ by at most the bound that is shown
@@ -44,9 +44,10 @@ class FirstDifference:
     """The place of the first difference between the ranks and one process.
 
     Attributes:
-        module: path of the module, "" for the loss or the update.
-        collective: the one next to it, in words; "" where none is.
-        phase: start, data, forward, loss, backward, update, later step, buffer, load, order, dropout or traffic.
+        module: the path of the module, "" for the loss or the update.
+        collective: the collective next to it, in words; "" where none is.
+        phase: the phase in which it is: start, data, forward, loss, backward, update, later step, buffer, load, order,
+            dropout or traffic.
         message: a sentence that says what differs.
     """
 
@@ -133,7 +134,7 @@ class Verdict:
         return lines
 
     def _meaning(self) -> str:
-        """Say what the verdict's word means."""
+        """Explain the verdict's word."""
         if self.word == "bug":
             return f"bug ({self._what_is_wrong()})"
         if self.word == "passed":

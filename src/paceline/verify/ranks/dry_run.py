@@ -9,106 +9,107 @@ tensors. It also finds a loss that depends on the rank, which no plan can make e
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from paceline.comm import api
 from paceline.comm.batch_norm import without_sync
 from paceline.comm.collectives import AxisComm
+from paceline.comm.dtypes import widen
 from paceline.comm.ledger import Ledger
 from paceline.comm.process_group import RankInfo
 from paceline.comm.pytree import signature
 from paceline.launch.process_exit import exit_process
-from paceline.nouns.errors import PacelineError, WorkloadError
-from paceline.nouns.mesh import Mesh
+from paceline.nouns.errors import WorkloadError
+from paceline.nouns.mesh import AXES, Mesh
 from paceline.nouns.patching import patched, patched_items
 from paceline.nouns.plan import Plan
 from paceline.nouns.schedule import make_schedule
 from paceline.nouns.workload import Workload
-from paceline.profile.describe import describe, made_without_values
-from paceline.train.data import cut_into, cut_without_changing, open_data
-from paceline.train.device_batches import moved
-from paceline.train.find_workload import find_workload
+from paceline.profile.describe import depends_on_data, describe
+from paceline.profile.simulate import Rows, made_without_values, step_traffic
+from paceline.train.data import cut_into, cut_without_changing, open_data, rank_loader
+from paceline.train.loader import moved
 from paceline.train.parallelize import split_model
+from paceline.train.plain_step import checked
 from paceline.train.prepare import check_model
 from paceline.train.seed import seed_everything
-from paceline.train.stream_loader import rank_loader
-from paceline.verify.child_setup import read_settings, refuse
-from paceline.verify.judge.memory import check_fits
-from paceline.verify.ranks.keep_float64 import widen
+from paceline.verify.ranks.child import answer
 from paceline.verify.ranks.randomness import controlled
-from paceline.verify.ranks.reference import as_paceline_error
-from paceline.verify.ranks.reference_step import checked
 from paceline.verify.ranks.trace import Trace, asked_at
 
 if TYPE_CHECKING:
     from paceline.parallel.graph_model import SplitModel
 
+_FLOAT64_BYTES = 8  # of an element: the float64 run is the largest
+_TRAINED = 4  # copies of a parameter while training: parameter, gradient, Adam's two moments
+_RECORDED = 9  # copies kept to compare: the first parameters; parameters, gradients and moments of two steps
 _EQUAL = 1e-9  # a relative difference of losses in float64 that is rounding
 
 
-def main(path: Path) -> int:
-    """Write dry.json: what the model is made of, and every rank's collectives; or refused.json."""
-    settings, folder, program = read_settings(path)
-    try:
-        workload = find_workload(program)
-        plan = Plan.of(settings["plan"], "the settings")
-        # Refusals before anything computes: a model of no right form, then one too large for this host.
-        check_model(made_without_values(workload))
-        models = describe_all(workload, plan)
-        check_fits(models[0][0], Mesh.parse(plan.mesh))
-        calls = persons_calls(workload, plan.world_size)
-        graphs = graph_calls(workload, plan) if "split" in models[0][0] else {}
-        answer = {"models": models, "persons": calls, "graphs": graphs, "precision": workload.precision}
-        (folder / "dry.json").write_text(json.dumps(answer))
-    except PacelineError as error:
-        refuse(folder, error)
-    except Exception as error:
-        refuse(folder, as_paceline_error(error))
-    return 0
+def main(workload: Workload, settings: dict[str, Any], folder: Path) -> None:
+    """Write dry.json: every rank's collectives, and what a step sends."""
+    plan = Plan.of(settings["plan"], "the settings")
+    # Refusals before anything computes: a model of no right form, then one too large for this host.
+    check_model(made_without_values(workload))
+    model = describe(workload, plan)
+    check_fits(model, plan)
+    found = {
+        "calls_in_loss": calls_in_loss(workload, plan.world_size),
+        "graphs": graph_calls(workload, plan) if "split" in model else {},
+        "traffic": predicted_traffic(workload, plan, model),
+        "precision": workload.precision,
+    }
+    (folder / "dry.json").write_text(json.dumps(found))
 
 
-def describe_all(workload: Workload, plan: Plan) -> list[list[dict[str, Any]]]:
-    """Describe what the model is made of for each part of the batch, on each rank of `context` and `tensor`.
+def predicted_traffic(workload: Workload, plan: Plan, model: Mapping[str, Any]) -> list[Rows] | None:
+    """Return the traffic of each rank in the first step; None where it depends on the data.
 
-    Parts and ranks that are alike share one description: each takes a capture of the model.
+    Replicas whose samples have the same shapes are simulated once.
+
+    Args:
+        workload: the workload that is trained.
+        plan: the mesh and options under which it is trained.
+        model: the description of its model under the plan.
     """
+    if depends_on_data(plan, model):
+        return None
     mesh = Mesh.parse(plan.mesh)
-    first = describe(workload, plan)
-    if "split" not in first:
-        return [[first]] * mesh.data_size
-    micro_batches = cut_without_changing(plan, cut_into(plan, mesh, workload), first["split"]["coupled"])
-    # By the shapes of the micro-batches and the rank (0 where all ranks have pieces of equal sizes).
-    descriptions: dict[Any, dict[str, Any]] = {}
+    micro_batches = cut_into(plan, mesh, workload)
+    if "split" in model:
+        micro_batches = cut_without_changing(plan, micro_batches, model["split"]["coupled"])
     data = open_data("data", workload.data)
-    result = []
+    shapes = []  # by part of the batch
     for part in range(mesh.data_size):
         loader = rank_loader(data, workload, (part, mesh.data_size), torch.device("cpu"), micro_batches)
         batch = next(loader.training(0, loader.order(workload.batch_size).batch_at(0).stop))
-        shapes = tuple(signature(micro_batch) for micro_batch in batch.microbatches)
-        ranks = []
-        for place in range(mesh.places):
-            key = (shapes, 0 if first["split"]["is_even"] else place)
-            if key not in descriptions:
-                is_first = part == 0 and place == 0
-                descriptions[key] = first if is_first else describe(workload, plan, place, part)
-            ranks.append(descriptions[key])
-        result.append(ranks)
-    return result
+        shapes.append(tuple(signature(micro_batch) for micro_batch in batch.microbatches))
+    found: dict[Any, Rows] = {}
+    ranks = []
+    for rank in range(mesh.world_size):
+        at = mesh.coordinate(rank)
+        key = (shapes[mesh.data_part(rank)], *(at[axis] for axis in AXES if axis != "replicate"))
+        if key not in found:
+            found[key] = step_traffic(workload, plan, rank)
+        ranks.append(found[key])
+    return ranks
 
 
-def persons_calls(workload: Workload, ranks: int) -> list[list[list[Any]]]:
-    """Return what the user's own loss begins on each rank: [collective, axis, bytes, line].
+def calls_in_loss(workload: Workload, ranks: int) -> list[list[list[Any]]]:
+    """Return the collectives that the user's own loss begins on each rank: [collective, axis, bytes, line].
 
     Raises:
         WorkloadError: the loss of the same samples differs between ranks.
@@ -261,7 +262,7 @@ def as_rank(rank: int, ranks: int) -> Iterator[list[list[Any]]]:
 
 
 def graph_calls(workload: Workload, plan: Plan) -> dict[str, list[list[Any]]]:
-    """Return what the graph of each rank begins for the first micro-batch, on fake tensors, by "STAGE,NUMBER".
+    """Return the collectives of each rank's graph for the first micro-batch, on fake tensors, by "STAGE,NUMBER".
 
     The pipeline's schedule is made, and thereby proved free of deadlock.
     """
@@ -291,17 +292,51 @@ def graph_calls(workload: Workload, plan: Plan) -> dict[str, list[list[Any]]]:
 
 def _calls_of(split: SplitModel, captured: Any, stages: list[Any]) -> list[list[Any]]:
     """Return the rows of the ledger for a rank's stages: [collective, axis, calls, ""]."""
-    from paceline.graph.dry_run import stage_traffic
+    from paceline.graph.fake_run import stage_traffic
 
     calls: list[list[Any]] = []
     for index in split.own_stages:
-        for piece in stages[index * split.pieces : (index + 1) * split.pieces]:
+        for segment in stages[index * split.segments : (index + 1) * split.segments]:
             shapes = split.local_shapes(captured)
-            ledger = stage_traffic(piece, captured, shapes, split.comms, split.recompute, split.precision)
+            ledger = stage_traffic(segment, captured, shapes, split.comms, split.recompute, split.precision)
             for row in ledger.rows():
                 calls.append([row["collective"], row["axis"], row["calls"], ""])
     return calls
 
 
+def needed_bytes(model: Mapping[str, Any], plan: Plan) -> int:
+    """Return roughly the largest number of bytes that the processes of a verification hold, without activations."""
+    numel = sum(tensor["numel"] for tensor in [*model["parameters"], *model["frozen"]])
+    mesh = Mesh.parse(plan.mesh)
+    shards = 1
+    for axis in plan.spreading_axes:
+        shards *= mesh.size(axis)
+    # Each rank holds its shard of everything; under `replicate` the shard is the whole model on each.
+    # The reference keeps the records of two runs at once: its own, and that of the variation it is compared with.
+    reference = _TRAINED + 2 * _RECORDED
+    ranks = (_TRAINED + _RECORDED) * mesh.world_size / shards
+    return int(numel * _FLOAT64_BYTES * (reference + ranks))
+
+
+def available_bytes() -> int | None:
+    """Return the bytes of memory that can be used without swapping; None where the system does not say."""
+    with contextlib.suppress(OSError, KeyError):  # a container may hide it
+        return int(psutil.virtual_memory().available)
+    return None
+
+
+def check_fits(model: Mapping[str, Any], plan: Plan, available: int | None = None) -> None:
+    """Raise WorkloadError when a model is too large for this host: it holds float64 copies of all processes at once."""
+    if available is None:
+        available = available_bytes()
+    needed = needed_bytes(model, plan)
+    if available is not None and needed > available:
+        raise WorkloadError(
+            f"can't verify on {plan.world_size} ranks of this host, in float64, beside one process",
+            f"that takes about {needed / 2**30:.1f} GiB and {available / 2**30:.1f} GiB are free",
+            "verify a shallower model of the same config (num_hidden_layers=2): every layer is split alike",
+        )
+
+
 if __name__ == "__main__":
-    exit_process(main(Path(sys.argv[1])))
+    exit_process(answer(main))

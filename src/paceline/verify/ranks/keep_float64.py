@@ -1,7 +1,7 @@
 """Keep float64 tensors wide while float64 is verified: `logits.float()` in a loss would round as float32 does.
 
-Layers that narrow on purpose (RMSNorm in float32, a softmax with `dtype=torch.float32`) are exact in float32's digits
-alone; split over ranks they differ by 1e-7, and that is no bug. So in float64 runs, in the reference and on the ranks
+Layers that narrow on purpose (RMSNorm in float32, a softmax with `dtype=torch.float32`) are exact only in float32's
+digits; split over ranks they differ by 1e-7, and that is no bug. So in float64 runs, in the reference and on the ranks
 alike, a narrower floating dtype asked of a float64 tensor stays float64.
 """
 
@@ -20,8 +20,9 @@ import torch
 from torch.nn import functional as F
 
 import paceline
+from paceline.comm.dtypes import wide_dtype
 from paceline.nouns.patching import patched
-from paceline.train.grouped_float64 import grouped_products_in_float64
+from paceline.train.precision import grouped_products_in_float64
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16, torch.complex64)
 _CASTS = ("float", "half", "bfloat16")
@@ -35,24 +36,6 @@ _JUDGED = tuple(str(Path(paceline.__file__).parent / name) + os.sep for name in 
 
 
 _is_suspended = False
-
-
-def has_fractions(tensor: torch.Tensor) -> bool:
-    """True for floating and complex tensors."""
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return float64 for a floating dtype, complex128 for a complex one, and any other as it is."""
-    if dtype.is_complex:
-        return torch.complex128
-    return torch.float64 if dtype.is_floating_point else dtype
-
-
-def widen(model: torch.nn.Module) -> torch.nn.Module:
-    """Have a model's parameters and buffers in float64, complex ones in complex128; return the model."""
-    model._apply(lambda tensor: tensor.to(wide_dtype(tensor.dtype)))
-    return model
 
 
 @contextmanager
@@ -80,7 +63,7 @@ def kept_wide(is_on: bool) -> Iterator[None]:
 
 
 def _replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Return which functions of torch are replaced: the owner, the name, and what wraps the original."""
+    """Return the functions of torch that are replaced: the owner, the name, and the wrapper of the original."""
     replacements: list[tuple[Any, str, Callable[..., Any]]] = []
     replacements += [(torch.Tensor, name, _without_cast) for name in _CASTS]
     replacements += [(torch.Tensor, name, _with_wide_dtype) for name in _WITH_DTYPE]

@@ -29,7 +29,7 @@ from paceline.nouns.patching import patched
 _MOST = 1 << 16  # numbers of places
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _CHECKPOINT = torch.utils.checkpoint.__file__
-_OWN = str(Path(__file__).parent) + os.sep
+_FOLDER = str(Path(__file__).parent) + os.sep
 _CLOSE = 1e-9  # to 0 and 1, where a normal number would be infinite
 
 
@@ -37,10 +37,10 @@ class Places:
     """Where a forward pass draws.
 
     Attributes:
-        names: of the modules of the models that a loss was called with.
-        copies: names of modules that run in the place of the model's, as a rank that splits the model has some.
-        is_in_loss: a loss is being called.
-        has_drawn: somebody has drawn by place.
+        names: the names of the modules of the models that a loss was called with.
+        copies: the names of modules that run in the place of the model's, as a rank that splits the model has some.
+        is_in_loss: True while a loss is being called.
+        has_drawn: True if a number has been drawn by place.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Places:
                 return self._number(name, [*lines, f"{file} {frame.f_lineno}"])
             if file == _CHECKPOINT:
                 return self._number("", lines)
-            if file.startswith(_OWN):
+            if file.startswith(_FOLDER):
                 break
             if not file.startswith(_TORCH):
                 lines.append(f"{file} {frame.f_lineno}")
@@ -99,9 +99,9 @@ def drawn_by_place() -> Iterator[None]:
     """Replace torch's functions that draw by those that draw by place, for the models that a loss is called with."""
     with ExitStack() as stack:
         for name, values in (("rand", _uniform), ("randn", _normal)):
-            made = _making(getattr(torch, name), values)
+            draw = _making(getattr(torch, name), values)
             alike = _making_alike(getattr(torch, f"{name}_like"), values)
-            stack.enter_context(patched(torch, **{name: made, f"{name}_like": alike}))
+            stack.enter_context(patched(torch, **{name: draw, f"{name}_like": alike}))
         stack.enter_context(patched(torch, bernoulli=_chosen(torch.bernoulli)))
         for name, change in _CHANGES.items():
             original = getattr(torch.Tensor, name)
@@ -134,8 +134,8 @@ def _making(original: Callable[..., Any], values: Values) -> Callable[..., Any]:
             return original(*size, **named)
         shape = tuple(named["size"]) if "size" in named else _shape_of(size)
         dtype = named.get("dtype") or torch.get_default_dtype()
-        made = values(shape, place, named.get("device")).to(dtype).contiguous()
-        return made.requires_grad_() if named.get("requires_grad") else made
+        drawn = values(shape, place, named.get("device")).to(dtype).contiguous()
+        return drawn.requires_grad_() if named.get("requires_grad") else drawn
 
     return draw
 
@@ -193,9 +193,9 @@ def _around(shape: tuple[int, ...], place: int, device: Any, mean: float = 0.0, 
     return mean + std * _normal(shape, place, device)
 
 
-def _kept(shape: tuple[int, ...], place: int, device: Any, p: Any = 0.5) -> torch.Tensor:
-    kept: torch.Tensor = _uniform(shape, place, device) < p
-    return kept
+def _bernoulli(shape: tuple[int, ...], place: int, device: Any, p: Any = 0.5) -> torch.Tensor:
+    is_one: torch.Tensor = _uniform(shape, place, device) < p
+    return is_one
 
 
 def _waiting(shape: tuple[int, ...], place: int, device: Any, lambd: float = 1.0) -> torch.Tensor:
@@ -204,5 +204,5 @@ def _waiting(shape: tuple[int, ...], place: int, device: Any, lambd: float = 1.0
 
 
 _CHANGES: dict[str, Callable[..., torch.Tensor]] = {
-    "uniform_": _between, "normal_": _around, "bernoulli_": _kept, "exponential_": _waiting,
+    "uniform_": _between, "normal_": _around, "bernoulli_": _bernoulli, "exponential_": _waiting,
 }  # fmt: skip

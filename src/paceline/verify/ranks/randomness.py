@@ -20,13 +20,15 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from paceline.nouns.data_order import mix
 from paceline.nouns.errors import WorkloadError
-from paceline.nouns.order import mix
 from paceline.nouns.patching import patched
-from paceline.verify.ranks import recurrent_dropout
+from paceline.torch_private.modules import FUNCTIONS
 from paceline.verify.ranks.keep_float64 import kept_wide
 from paceline.verify.ranks.placed_draws import drawn_by_place
 
+Drop = Callable[[torch.Tensor, float], torch.Tensor]  # with the share that is dropped
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")  # of `torch._VF`, where torch's modules look them up
 _STEPS_PER_OCTAVE = 32.0
 _TINY = 1e-10  # what is rounding instead of a value falls into one step with zero
 _NAMES = (
@@ -97,8 +99,8 @@ def controlled(is_off: bool = False, is_compiled: bool = False) -> Iterator[None
     """Put dropout by value in the place of torch's, draws by place in that of others, and let nothing narrow float64.
 
     Args:
-        is_off: for narrow precisions, in which values differ by rounding: no dropout at all, and dtypes as asked.
-        is_compiled: the model is, and calls no hook from which a place is known: then nothing is drawn by place.
+        is_off: True for narrow precisions, in which values differ by rounding: no dropout, and dtypes as asked.
+        is_compiled: True if the model is compiled: it calls no hook that tells the place, so nothing is drawn by place.
     """
     # Replaced in the module `torch.nn.functional`, where torch's own layers look them up at each call.
     original_attention = F.scaled_dot_product_attention
@@ -126,21 +128,22 @@ def controlled(is_off: bool = False, is_compiled: bool = False) -> Iterator[None
         result: torch.Tensor = original_attention(*arguments, **named)
         return result
 
-    ours: dict[str, Callable[..., Any]] = {name: dropout_by_value for name in ("dropout", "alpha_dropout")}
-    ours |= {name: dropout_of_channels for name in ("dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout")}
-    ours["scaled_dot_product_attention"] = attention_by_value
+    channel_names = ("dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout")
+    replacements: dict[str, Callable[..., Any]] = dict.fromkeys(("dropout", "alpha_dropout"), dropout_by_value)
+    replacements |= dict.fromkeys(channel_names, dropout_of_channels)
+    replacements["scaled_dot_product_attention"] = attention_by_value
 
     def dropped(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # torch's own names: some call by keyword
         return drop(input, p, train, is_off)
 
     recurrent = {}
-    for name in recurrent_dropout.NAMES:
-        recurrent[name] = recurrent_dropout.layered(getattr(torch._VF, name), lambda x, p: drop(x, p, True, is_off))
+    for name in _RECURRENT:
+        recurrent[name] = layered(getattr(FUNCTIONS, name), lambda x, p: drop(x, p, True, is_off))
     placed = nullcontext() if is_compiled else drawn_by_place()
     with (
-        patched(F, **ours),
+        patched(F, **replacements),
         patched(torch, dropout=dropped),
-        patched(torch._VF, **recurrent),
+        patched(FUNCTIONS, **recurrent),
         kept_wide(not is_off),
         placed,
     ):
@@ -151,12 +154,12 @@ def _kept_channels(input: torch.Tensor, share: float) -> torch.Tensor:
     """Return True for each channel that stays, by its largest value: (n, channels, ...) to (n, channels, 1, ...)."""
     values = input.detach()
     largest = values.flatten(2).amax(-1) if values.dim() > 2 else values
-    ones = [1] * (values.dim() - largest.dim())
-    return keep(largest, share).reshape(*largest.shape, *ones)
+    trailing = [1] * (values.dim() - largest.dim())
+    return keep(largest, share).reshape(*largest.shape, *trailing)
 
 
 def drawn_state() -> tuple[Any, ...]:
-    """Return what changes when anything is drawn from torch's, Python's or numpy's random numbers."""
+    """Return the state of torch's, Python's and numpy's random numbers, which every draw changes."""
     numpy: Any = sys.modules.get("numpy")
     _, numpy_key, numpy_position, *_ = numpy.random.get_state() if numpy else (None, b"", 0)
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), bytes(numpy_key), numpy_position
@@ -193,9 +196,40 @@ def watched(model: torch.nn.Module) -> Iterator[None]:
         for handle in handles:
             handle.remove()
     if drawn_state() != before:
-        where = drawing[0] if drawing else "the loss"  # the innermost module ends first
+        drawer = drawing[0] if drawing else "the loss"  # the innermost module ends first
         raise WorkloadError(
             "the model's random numbers can't be made the same under every plan",
-            f"{where} draws some that are neither dropout nor torch.rand's (RReLU, randperm, numpy)",
+            f"{drawer} draws some that are neither dropout nor torch.rand's (RReLU, randperm, numpy)",
             "switch that part off for verifying, or draw it in the data set's []",
         )
+
+
+def layered(original: Callable[..., Any], drop: Drop) -> Callable[..., Any]:
+    """Return a function of torch's recurrent layers with `drop(values, share)` in the place of its dropout.
+
+    `nn.LSTM(..., num_layers=3, dropout=0.5)` is one call of torch, which draws inside. By its documentation it drops
+    the output of each layer but the last, so the layers are called one after another.
+    """
+
+    def run(values: torch.Tensor, *arguments: Any) -> Any:
+        # (state, parameters, has_biases, ...), or (batch sizes, state, parameters, ...) of packed sequences.
+        is_packed = isinstance(arguments[2], list | tuple)
+        sizes, after_sizes = arguments[:is_packed], arguments[is_packed:]
+        state, parameters, has_biases, layers, share, is_training, is_bidirectional, *options = after_sizes
+        if not is_training or not share or layers == 1:
+            return original(values, *arguments)
+        has_cells = isinstance(state, list | tuple)  # an LSTM's second state
+        states = [part.chunk(layers) for part in (state if has_cells else (state,))]
+        weights = len(parameters) // layers  # of one layer
+        finals = []
+        for layer in range(layers):
+            begin = tuple(part[layer] for part in states)
+            of_layer = parameters[layer * weights : (layer + 1) * weights]
+            settings = (has_biases, 1, 0.0, is_training, is_bidirectional, *options)
+            values, *final = original(values, *sizes, begin if has_cells else begin[0], of_layer, *settings)
+            finals.append(final)
+            if layer < layers - 1:
+                values = drop(values, share)
+        return (values, *[torch.cat(parts) for parts in zip(*finals, strict=True)])
+
+    return run

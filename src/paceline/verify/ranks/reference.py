@@ -1,36 +1,36 @@
 """Make the reference in a process of its own: `python -m paceline.verify.ranks.reference SETTINGS.json`.
 
-It takes the steps as they are, again in two ways that differ by rounding alone, and in narrow precisions twice more
+It takes the steps as they are, again in two ways that differ only by rounding, and in narrow precisions twice more
 with all gradients moved by as much as they may be off. It writes the first result and how far the others are from it.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import sys
-import traceback
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from paceline.launch.process_exit import exit_process
-from paceline.nouns.errors import PacelineError, WorkloadError
-from paceline.nouns.own_errors import own_error, own_line
+from paceline.nouns.errors import WorkloadError
 from paceline.nouns.workload import Workload
-from paceline.train.find_workload import find_workload
-from paceline.train.grouped_float64 import grouped_products_in_float64
-from paceline.train.precision import autocast
-from paceline.verify.child_setup import read_settings, refuse
-from paceline.verify.judge.compare import Reference, bound_of, largest_of_each_kind, split_key
-from paceline.verify.ranks.draw_digest import DrawDigest
+from paceline.train.plain_step import batches_of
+from paceline.train.precision import autocast, grouped_products_in_float64
+from paceline.verify.judge.compare import (
+    SCALARS,
+    Reference,
+    bound_of,
+    distances,
+    largest_of_each_kind,
+    relative,
+    split_key,
+)
+from paceline.verify.ranks.child import answer
+from paceline.verify.ranks.draw_trace import DrawTrace
 from paceline.verify.ranks.placed_draws import PLACES
 from paceline.verify.ranks.reference_step import (
     ReferenceStep,
     Variation,
-    batches_of,
     check_can_verify,
     save_tensors,
     take_steps,
@@ -40,21 +40,13 @@ from paceline.verify.ranks.reference_step import (
 VARIATIONS = (Variation(is_reversed=True), Variation(noise_seed=1))
 
 
-def main(path: Path) -> int:
-    """Write reference-PRECISION.safetensors and .json for each precision, or refused.json."""
-    settings, folder, program = read_settings(path)
-    try:
-        workload = find_workload(program)
-        variations = list(VARIATIONS)
-        for precision in settings["precisions"]:  # float64 first: there it shows whether the order of samples matters
-            result, noise = with_noise(workload, precision, settings["steps"], variations)
-            noise["repeats_draws"] = precision == "float64" and repeats_draws(workload)
-            write(folder, precision, result, noise, workload.clip_norm)
-    except PacelineError as error:
-        refuse(folder, error)
-    except Exception as error:
-        refuse(folder, as_paceline_error(error))
-    return 0
+def main(workload: Workload, settings: dict[str, Any], folder: Path) -> None:
+    """Write reference-PRECISION.safetensors and .json for each precision."""
+    variations = list(VARIATIONS)
+    for precision in settings["precisions"]:  # float64 first: there it shows whether the order of samples matters
+        result, noise = with_noise(workload, precision, settings["steps"], variations)
+        noise["repeats_draws"] = precision == "float64" and repeats_draws(workload)
+        write(folder, precision, result, noise, workload.clip_norm)
 
 
 def repeats_draws(workload: Workload) -> bool:
@@ -64,10 +56,10 @@ def repeats_draws(workload: Workload) -> bool:
     model = model.double() if is_double else model
     first = next(batches_of(workload, is_double, False))[0]
     drawn = []
-    with autocast(workload.precision, "cpu"), grouped_products_in_float64(), DrawDigest() as digest:
+    with autocast(workload.precision, "cpu"), grouped_products_in_float64(), DrawTrace() as trace:
         for _ in range(2):
             workload.loss(model, first)
-            drawn.append(digest.take())
+            drawn.append(trace.take())
     return bool(drawn[0] == drawn[1])
 
 
@@ -77,14 +69,14 @@ def with_noise(
     """Take the reference's steps, and measure how far rounding moves its tensors and losses.
 
     Args:
-        workload: the user's.
+        workload: the user's workload.
         precision: "float64", or the workload's own.
-        steps: optimizer steps.
-        variations: ways that differ by rounding alone. The reversed batch is removed from the list where it turns out,
-            in float64, to change more than that.
+        steps: the number of optimizer steps.
+        variations: the variations, which differ only by rounding. The reversed batch is removed from the list where it
+            turns out, in float64, to change more than that.
 
     Returns:
-        The reference; and as JSON how far it moves and what was noticed.
+        The reference; and as JSON its movements by rounding and the notices.
 
     Raises:
         WorkloadError: rounding grows until it can't be told from a bug; or the workload can't be verified.
@@ -95,7 +87,7 @@ def with_noise(
     notices = []
     for variation in list(variations):
         result = take_steps(workload, precision, steps, variation)
-        loss_move = _relative(reference.losses, result.losses)
+        loss_move = relative(reference.losses, result.losses)
         # In float64 one rounding is 2e-16. If it has grown to 1e-6 within the steps, a bug could not be told from it.
         is_chaotic = precision == "float64" and loss_move > 1e-6
         if is_chaotic and variation.is_reversed:
@@ -130,21 +122,20 @@ class _Moves:
 
     def __init__(self) -> None:
         self.tensors: dict[str, float] = {}
-        self.scalars = dict.fromkeys(("losses", "weights", "norms"), 0.0)
+        self.scalars = dict.fromkeys(SCALARS, 0.0)
 
     def add(self, reference: ReferenceStep, result: ReferenceStep) -> None:
         """Count another run."""
-        for key, values in reference.tensors.items():
-            distance = _distance(values, result.tensors[key])
+        for key, distance in distances(reference.arrays(), result.arrays()).items():
             self.tensors[key] = max(self.tensors.get(key, 0.0), distance)
-        for name in self.scalars:
-            distance = _relative(getattr(reference, name), getattr(result, name))
+        for name in SCALARS:
+            distance = relative(getattr(reference, name), getattr(result, name))
             self.scalars[name] = max(self.scalars[name], distance)
 
 
 def _allowed_in_gradients(result: ReferenceStep, noise: dict[str, float], precision: str) -> dict[str, float]:
-    """Return by parameter how far its gradient may be off and still pass; 0 for one without a gradient."""
-    tensors = {key: values.numpy() for key, values in result.tensors.items()}
+    """Return the error by which each parameter's gradient may be off and still pass; 0 for one without a gradient."""
+    tensors = result.arrays()
     reference = Reference(tensors, noise, {"epsilon": result.epsilon}, precision)
     largest = largest_of_each_kind(reference)
     allowed: defaultdict[str, float] = defaultdict(float)
@@ -168,70 +159,5 @@ def write(
     (folder / f"reference-{precision}.json").write_text(json.dumps(json_object))
 
 
-def as_paceline_error(error: Exception) -> PacelineError:
-    """Explain an error in one process on CPU: one of ours, whose traceback is on stderr, or the user's code's."""
-    line = own_line(error)
-    if not line:
-        return as_workload_error(error)
-    traceback.print_exception(error)
-    return own_error(line, "".join(traceback.format_exception_only(error)).strip())
-
-
-def as_workload_error(error: Exception) -> WorkloadError:
-    """Explain an error of the user's own code, in one process on CPU."""
-    # The most particular signs first: an operation without float64 mentions a dtype too.
-    lines = str(error).strip().splitlines() or [""]
-    found = f"{type(error).__name__}{_innermost_line(error)}: {lines[0]:.300}"
-    if "cuda" in str(error).lower() or "cpu' backend" in str(error).lower():
-        fix = "verifying runs on CPU processes: take the plain torch form of that operation where CUDA is not at hand"
-        return WorkloadError("the model should run on CPUs too", found, fix)
-    if _has_no_float64(str(error)):
-        fix = "verifying runs in float64: take a form of that operation which has it, such as the plain torch one"
-        return WorkloadError("every operation of the model should run in float64 on CPUs", found, fix)
-    if "dtype" in str(error) or "Double" in str(error):
-        fix = "verifying runs in float64: make tensors as wide as the model's, x.new_zeros(...) or dtype=x.dtype"
-        return WorkloadError("the model should run in float64", found, fix)
-    fix = (
-        "start it alone (python FILE) with precision='float64'; if it trains so, what differs here: the loss is also "
-        "called on a few samples of the first batch, and dropout keeps or drops an element by its value"
-    )
-    return WorkloadError("can't take a step in one process, on CPU and in float64", found, fix)
-
-
-def _innermost_line(error: Exception) -> str:
-    """Return " at FILE:LINE" of the innermost frame that is neither installed, nor the verifier's, nor generated."""
-    line = ""
-    trace = error.__traceback__
-    while trace is not None:
-        name = trace.tb_frame.f_code.co_filename
-        if "site-packages" not in name and "/paceline/verify/" not in name and not name.startswith("<"):
-            line = f" at {name}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return line
-
-
-def _has_no_float64(text: str) -> bool:
-    """True if an operation was given float64 alone and can't compute in it: no tensor of another dtype is at fault."""
-    lowered = text.lower()
-    if "not implemented for 'double'" in lowered:
-        return True
-    return "double" in lowered and "expected" in lowered and ("bfloat16" in lowered or "bf16" in lowered)
-
-
-def _distance(first: torch.Tensor, second: torch.Tensor) -> float:
-    if first.shape != second.shape:
-        return math.inf
-    wide = torch.complex128 if first.is_complex() else torch.float64
-    distances = (first.to(wide) - second.to(wide)).abs()
-    finite = distances[torch.isfinite(distances)]  # a mask's -inf moves nowhere
-    return float(finite.max()) if finite.numel() else 0.0
-
-
-def _relative(first: list[float], second: list[float]) -> float:
-    """Return the largest difference of two lists' numbers, relative to the first's."""
-    distances = [abs(a - b) / max(abs(a), 1e-300) for a, b in zip(first, second, strict=False)]
-    return max(distances, default=0.0)
-
-
 if __name__ == "__main__":
-    exit_process(main(Path(sys.argv[1])))
+    exit_process(answer(main))

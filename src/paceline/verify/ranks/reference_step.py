@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,20 +17,27 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch.utils._pytree import tree_map
-from torch.utils.data import default_collate
 
-from paceline.nouns.errors import LossError, WorkloadError
-from paceline.nouns.order import DataOrder
+from paceline.comm.dtypes import has_fractions, widen
+from paceline.nouns.errors import WorkloadError
 from paceline.nouns.workload import Workload
+from paceline.torch_private.modules import BatchNorm
+from paceline.torch_private.tensors import tree_map
 from paceline.train.control_flow_trace import Branches
+from paceline.train.plain_step import (
+    as_optimizer,
+    batches_of,
+    change_gradients,
+    checked,
+    clip_gradients,
+    state_of,
+    step_schedulers,
+)
 from paceline.train.precision import autocast
-from paceline.train.seed import kept_random_state, seed_everything, seed_sample
-from paceline.verify.ranks.keep_float64 import has_fractions, wide_dtype, widen
+from paceline.train.seed import kept_random_state, seed_everything
+from paceline.verify.judge.compare import Array
 from paceline.verify.ranks.placed_draws import call_of_the_loss
 from paceline.verify.ranks.randomness import controlled, watched
-from paceline.verify.ranks.reference_optimizers import as_optimizer, change_gradients, state_of, step_schedulers
-from paceline.verify.ranks.reference_stream import StreamedSamples, opened
 
 Tensors = dict[str, torch.Tensor]
 _SCALE_OF_A_MEAN = 2.0**8
@@ -54,10 +61,14 @@ class ReferenceStep:
     updated: list[str] = field(default_factory=list)  # parameters that the optimizer has
     epsilon: float = 0.0  # one rounding in the narrowest parameter
 
+    def arrays(self) -> dict[str, Array]:
+        """Return the tensors as the judge has them."""
+        return {key: values.numpy() for key, values in self.tensors.items()}
+
 
 @dataclass(frozen=True, slots=True)
 class Variation:
-    """A way to take the same steps that differs by rounding alone: what it changes, rounding may change."""
+    """A way to take the same steps that differs only by rounding: what it changes, rounding may change."""
 
     is_reversed: bool = False  # the batch's samples in the opposite order
     noise_seed: int | None = None  # every module's result is moved by one rounding, up or down
@@ -71,10 +82,10 @@ def take_steps(workload: Workload, precision: str, steps: int, variation: Variat
     """Train for some steps in this process.
 
     Args:
-        workload: the user's.
+        workload: the user's workload.
         precision: "float64", or the workload's own.
-        steps: optimizer steps.
-        variation: None for the reference itself.
+        steps: the number of optimizer steps.
+        variation: the variation of the steps; None for the reference itself.
 
     Raises:
         WorkloadError: the model's random numbers can't be controlled.
@@ -155,7 +166,7 @@ def _gradients(
             with watch(model) if number == 0 else _unwatched(model), call_of_the_loss(model):
                 returned = workload.loss(model, batch)
             loss_sum, loss_weight = checked(returned)
-        result.branches.append(branches.taken)
+        result.branches.append(branches.outcomes)
         if weight is None:
             weight = float(loss_weight)
         # The plain form: hooks and the model's own backward code see the gradient of the whole batch's mean.
@@ -166,14 +177,9 @@ def _gradients(
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     for gradient in gradients:
         gradient /= scale
-    if workload.before_update is not None:
-        change_gradients(workload, model, len(result.losses))
-    if workload.clip_norm is not None:
-        # In float64: torch's own float32 norm of a large tensor is off by 8e-5.
-        norm = sum(float(gradient.to_dense().abs().double().square().sum()) for gradient in gradients) ** 0.5
-        for gradient in gradients:  # also those of an optimizer inside the optimizer
-            gradient *= min(1.0, workload.clip_norm / (norm + 1e-6))  # 1e-6 as in torch.nn.utils.clip_grad_norm_
-        result.norms.append(norm)
+    change_gradients(workload, dict(model.named_parameters()), len(result.losses))
+    if workload.clip_norm is not None:  # also gradients of an optimizer inside the optimizer
+        result.norms.append(clip_gradients(gradients, workload.clip_norm))
     result.losses.append(total / weight)
     result.weights.append(weight)
 
@@ -185,29 +191,14 @@ def _weight_of(workload: Workload, model: torch.nn.Module, microbatches: list[An
     weight = 0.0
     with kept_random_state():
         # On another model: what forward writes, and counts, is not to happen twice.
-        other = workload.model().train()
+        second_model = workload.model().train()
         if next(model.parameters()).dtype == torch.float64:
-            other = other.double()
-        other.load_state_dict(model.state_dict())
+            second_model = second_model.double()
+        second_model.load_state_dict(model.state_dict())
         for batch in microbatches:
-            with autocast(workload.precision, "cpu"), call_of_the_loss(other):
-                weight += float(checked(workload.loss(other, batch))[1])
+            with autocast(workload.precision, "cpu"), call_of_the_loss(second_model):
+                weight += float(checked(workload.loss(second_model, batch))[1])
     return weight
-
-
-def checked(returned: Any) -> tuple[torch.Tensor, Any]:
-    """Return the sum and the weight that a loss returned, the sum without dimensions.
-
-    Raises:
-        LossError: it returned no such pair.
-    """
-    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], torch.Tensor)):
-        raise LossError(
-            "the loss should return (sum, weight)",
-            f"it returned a {type(returned).__name__}",
-            "return the losses added up and their number: cross_entropy(..., reduction='sum'), labels.numel()",
-        )
-    return returned[0].reshape(()), returned[1]
 
 
 def record(tensors: Tensors, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -239,71 +230,6 @@ def dense_copy(tensor: torch.Tensor) -> torch.Tensor:
     if dense.dtype in (torch.bfloat16, torch.float16):
         return dense.float()
     return dense.clone(memory_format=torch.contiguous_format)
-
-
-def batches_of(workload: Workload, is_double: bool, is_reversed: bool) -> Iterator[list[Any]]:
-    """Yield the global batches, each as a list of micro-batches: one, or as many as the workload's own size gives."""
-    data = data_of(workload)
-    order = data if isinstance(data, StreamedSamples) else DataOrder(workload.seed, len(data), workload.batch_size)
-    position = 0
-    while True:
-        batch = order.batch_at(position)
-        positions = list(batch)
-        if is_reversed:
-            positions.reverse()
-        size = workload.micro_batch_size or len(positions)
-        micro_batches = []
-        for start in range(0, len(positions), size):
-            micro_batches.append(micro_batch(workload, data, positions[start : start + size], is_double))
-        yield micro_batches
-        position = batch.stop
-
-
-def micro_batch(workload: Workload, data: Any, positions: Sequence[int], is_double: bool) -> Any:
-    """Load the samples at some positions of the data order and collate them."""
-    collate = workload.collate or default_collate
-    if isinstance(data, StreamedSamples):
-        samples = [data[position] for position in positions]
-        with kept_random_state():
-            data.seed_collate(min(positions))
-            batch = collate(samples)
-        return doubled(batch) if is_double else batch
-    order = DataOrder(workload.seed, len(data), workload.batch_size)
-
-    def sample(position: int) -> Any:
-        seed_sample(workload.seed, position)
-        return data[order.index(position)]
-
-    with kept_random_state():
-        batch = collate([sample(position) for position in positions])
-    return doubled(batch) if is_double else batch
-
-
-def data_of(workload: Workload) -> Any:
-    """Return the data set, or a stream's samples; call the workload's function if it is made by one."""
-    data = workload.data
-    if data is None:
-        raise WorkloadError(
-            "verify needs batches", "the workload's data is None", "hand in data=... with samples like your batches'"
-        )
-    return opened(workload, data)
-
-
-def doubled(value: Any) -> Any:
-    """Return a batch with its floating tensors in float64, whatever containers it is made of."""
-    if isinstance(value, torch.Tensor):
-        return value.to(wide_dtype(value.dtype))
-    if isinstance(value, Mapping):
-        items = {key: doubled(item) for key, item in value.items()}
-        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple takes its fields one by one
-        return type(value)(*(doubled(item) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(doubled(item) for item in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: doubled(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        return dataclasses.replace(value, **fields)
-    return value
 
 
 def _epsilon(precision: str) -> float:
@@ -415,7 +341,7 @@ def check_can_verify(workload: Workload) -> None:
     if workload.micro_batch_size is None:
         return
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, BatchNorm):
             raise WorkloadError(
                 "a step can't be the same under every plan",
                 f"{name} takes the statistics of each micro-batch (micro_batch_size={workload.micro_batch_size}), "

@@ -1,7 +1,6 @@
 """Record every collective that a rank begins, in order, with the line that asked for it.
 
-A line is written to a file as a collective begins, so that the file of a rank that hangs or dies says where. A
-heartbeat beside it says whether the rank is computing and where it stands.
+A line is written to a file as a collective begins, so that the file of a rank that hangs or dies says where.
 """
 
 from __future__ import annotations
@@ -9,18 +8,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import TextIO
 
 import paceline
 from paceline.comm.ledger import Ledger
-from paceline.graph.capture import is_capturing
 
-HEARTBEAT_S = 0.5
 _PACELINE = str(Path(paceline.__file__).parent) + os.sep  # a user's folder may have that name too
 _COMM = f"{_PACELINE}comm{os.sep}"
 
@@ -57,47 +52,3 @@ def asked_at(frame: FrameType | None) -> str:
 def is_persons(file: str) -> bool:
     """True if a source file is the user's own."""
     return not ("site-packages" in file or file.startswith((_PACELINE, "<")) or f"{os.sep}lib{os.sep}python" in file)
-
-
-def begin_heartbeat(path: Path) -> None:
-    """Write every half second what this process has computed (CPU seconds) and where its main thread stands."""
-    main = threading.main_thread().ident
-
-    def heartbeat() -> None:
-        draft = path.with_suffix(".draft")  # renamed when complete: the supervisor reads at any moment
-        while True:
-            draft.write_text(json.dumps({"cpu_s": time.process_time(), **standing(main)}))
-            draft.replace(path)
-            time.sleep(HEARTBEAT_S)
-
-    threading.Thread(target=heartbeat, daemon=True).start()
-
-
-def standing(thread: int | None) -> dict[str, Any]:
-    """Return where a thread stands: `at` in the user's code, its innermost `line`, and whether it `waits` for others.
-
-    Keeps no frame: a frame keeps all its values alive. During a capture none is looked at.
-    """
-    if is_capturing():
-        return {"at": "the capture of the model's operations", "waits": False, "line": ""}
-    frame = None
-    if thread is not None:
-        frame = sys._current_frames().get(thread)
-    return {"at": asked_at(frame), "waits": is_waiting(frame), "line": innermost(frame)}
-
-
-def is_waiting(frame: FrameType | None) -> bool:
-    """True if the thread is inside a collective, of ours or of torch's."""
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith(_COMM) or "torch/distributed" in name:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def innermost(frame: FrameType | None) -> str:
-    """Return the line that the thread is at, FILE:LINE."""
-    if frame is None:
-        return ""
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -13,12 +13,42 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
+from paceline.comm.pytree import dense_tensors_in
+from paceline.torch_private.autograd import is_in_backward
+from paceline.torch_private.tensors import tree_leaves
 from paceline.verify.judge.fingerprints import Print
-from paceline.verify.ranks.fingerprint import fingerprint, is_shown
 
 Take = Callable[[torch.Tensor], torch.Tensor | None]  # gives the part of a value that is looked at, if any
+# Of the weights' cosines: two weightings by place, so that what cancels in one sum shows in the other.
+_PHASES = (1.2345678, 0.7071067)
+
+
+def fingerprint(values: torch.Tensor, places: torch.Tensor | None = None) -> Print:
+    """Return the fingerprint of a tensor or of a piece of one.
+
+    Args:
+        values: the values of a tensor, or of a piece of one.
+        places: the place of each element in the flattened full tensor, in the shape of `values`; None: it is whole.
+    """
+    flat = values.detach().reshape(-1).to(torch.float64)
+    if places is None:
+        places = torch.arange(flat.numel(), dtype=torch.float64)
+    angles = places.reshape(-1).double()
+    sums = [float((flat * torch.cos(angles * phase + 0.3)).sum()) for phase in _PHASES]
+    return [*sums, float((flat * flat).sum()), float(flat.numel())]
+
+
+def prints_of(batch: Any) -> list[Print]:
+    """Return the fingerprints of a batch's tensors, complex ones apart."""
+    return [fingerprint(tensor.to_dense()) for tensor in dense_tensors_in(batch) if not tensor.is_complex()]
+
+
+def is_shown(value: Any) -> bool:
+    """True if a value is a tensor that can be fingerprinted: dense, with floating numbers and memory."""
+    if not isinstance(value, torch.Tensor) or value.is_nested:
+        return False
+    return value.is_floating_point() and not value.is_meta and not value.is_sparse
 
 
 class ModuleWatch:
@@ -33,7 +63,7 @@ class ModuleWatch:
         self.count: Counter[str] = Counter()
         self.graph: list[list[str]] = []  # what a rank's graph does: original node, module, exchange, made for, axis
 
-    def note(
+    def enter(
         self,
         place: str,
         value: Any,
@@ -45,12 +75,12 @@ class ModuleWatch:
         """Enter a value, and later its gradient.
 
         Args:
-            place: where it is made.
-            value: the result; anything but a tensor of floating numbers is passed over.
-            module: path of the module that makes it.
-            places: of each of its elements in the full tensor; None: it is whole.
-            take: the part of it that is looked at.
-            shares: of the value and of its gradient that this rank counts.
+            place: the place where it is made.
+            value: the result of the module or operation; anything but a tensor of floating numbers is passed over.
+            module: the path of the module that makes it.
+            places: the place of each of its elements in the full tensor; None: it is whole.
+            take: a function that returns the part of it that is looked at.
+            shares: the shares of the value and of its gradient that this rank counts.
         """
         part = value
         if take is not None and is_shown(value):
@@ -87,21 +117,21 @@ def watch_modules(
     """Enter what every module returns, at the place `MICRO-BATCH:MODULE#CALL/OUTPUT`.
 
     Args:
-        model: the user's.
-        watch: where it is entered.
-        number: gives the number of the present micro-batch.
-        take: the part of each value that is looked at.
+        model: the user's model.
+        watch: the watch in which it is entered.
+        number: a function that returns the number of the current micro-batch.
+        take: a function that returns the part of each value that is looked at.
     """
     for name, module in model.named_modules():
 
         def leave(module: torch.nn.Module, arguments: Any, result: Any, name: str = name) -> None:
-            if torch._C._current_graph_task_id() != -1:  # computed again in a backward pass
+            if is_in_backward():  # computed again in a backward pass
                 return
             call = watch.count[f"{number()}:{name}"]
             watch.count[f"{number()}:{name}"] += 1
             values = filter(is_shown, tree_leaves(_plain(result)))
             for index, value in enumerate(values):
-                watch.note(f"{number()}:{name}#{call}/{index}", value, name, take=take)
+                watch.enter(f"{number()}:{name}#{call}/{index}", value, name, take=take)
 
         module.register_forward_hook(leave)
 
@@ -118,8 +148,8 @@ def watch_graph(watch: ModuleWatch, axes: AxisPlaces) -> Callable[[fx.Graph], No
     """Return a function that adds to every value of a graph a look at it, at the place `MICRO-BATCH:NODE`.
 
     Args:
-        watch: where it is entered.
-        axes: `context` and `tensor`.
+        watch: the watch in which it is entered.
+        axes: this rank's place on `context`, `expert` and `tensor`, and the size of each axis.
     """
 
     def add(graph: fx.Graph) -> None:
@@ -141,8 +171,8 @@ def _describe_node(node: fx.Node) -> list[str]:
     exchange = getattr(node.target, "__name__", "") if hasattr(owner, "comm") else ""
     axis = owner.comm.axis if exchange else ""  # type: ignore[union-attr]
     meta = node.meta
-    own = str(meta.get("original", "")), str(meta.get("module", ""))
-    return [*own, str(exchange), str(meta.get("made_for", "")), axis]
+    names = str(meta.get("original", "")), str(meta.get("module", ""))
+    return [*names, str(exchange), str(meta.get("made_for", "")), axis]
 
 
 def _look(watch: ModuleWatch, node: fx.Node, axes: AxisPlaces) -> Callable[[Any], None]:
@@ -166,7 +196,7 @@ def _look(watch: ModuleWatch, node: fx.Node, axes: AxisPlaces) -> Callable[[Any]
         shares = (1 / math.prod(alike.values()), 1 / alike["tensor"])
 
     def look(value: Any) -> None:
-        if torch._C._current_graph_task_id() != -1 or not is_shown(value):
+        if is_in_backward() or not is_shown(value):
             return
         micro_batch = watch.count[name]
         watch.count[name] += 1
@@ -181,7 +211,7 @@ def _look(watch: ModuleWatch, node: fx.Node, axes: AxisPlaces) -> Callable[[Any]
             places = torch.arange(numel, dtype=torch.float64).view(shape)
             for axis, placement in splits.items():
                 places = take_piece(places, (placement.dim, placement.blocks), *axes[axis])
-        watch.note(f"{micro_batch}:{name}", value, module, places, shares=shares)
+        watch.enter(f"{micro_batch}:{name}", value, module, places, shares=shares)
 
     look.__name__ = "look"
     return look

@@ -1,4 +1,4 @@
-"""Gangs under NVIDIA's KAI scheduler: the number of pods as an annotation of what owns them."""
+"""Gangs under NVIDIA's KAI scheduler: the number of pods as an annotation of their owner."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.launch.kubernetes.pods import Manifest
 from paceline.nouns.names import LABEL_VALUE
 
 if TYPE_CHECKING:
-    from paceline.launch.kubernetes.job import KubernetesJob
+    from paceline.launch.kubernetes.kubernetes_job import KubernetesJob
 
 SCHEDULER_NAME = "kai-scheduler"
 QUEUE = "kai.scheduler/queue"
@@ -48,19 +48,19 @@ class Kai(GangScheduler):
         return []
 
     def notes(self, job: KubernetesJob) -> Iterator[str]:
-        """Yield what KubeRay's operator needs."""
+        """Yield the condition under which KubeRay's operator uses KAI."""
         if job.kind == "rayjob":
             yield "KubeRay's operator must run with this scheduler as its batch scheduler"
 
     def problems(self, manifests: Sequence[Manifest], sets: Sequence[PodSet]) -> Iterator[str]:
-        """Yield why KAI would not place these pods as one gang."""
+        """Yield the reasons why KAI would not place these pods as one gang."""
         if not any(field_of(pod_set.template, "spec", "schedulerName") == SCHEDULER_NAME for pod_set in sets):
             return
         for pod_set in sets:
             if field_of(pod_set.template, "spec", "schedulerName") != SCHEDULER_NAME:
-                yield f"{pod_set.where}: its schedulerName is not {SCHEDULER_NAME}, and that of others is"
+                yield f"{pod_set.place}: its schedulerName is not {SCHEDULER_NAME}, and that of others is"
             if not field_of(pod_set.template, "metadata", "labels", QUEUE):
-                yield f"{pod_set.where}: the label {QUEUE} is missing: no queue is named"
+                yield f"{pod_set.place}: the label {QUEUE} is missing: no queue is named"
         owners = _annotated_owners(manifests)
         if len(owners) > 1:
             yield "KAI makes a gang of each Job by itself: write one JobSet"

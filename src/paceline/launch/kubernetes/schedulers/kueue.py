@@ -13,7 +13,7 @@ from paceline.nouns.errors import did_you_mean
 from paceline.nouns.names import LABEL
 
 if TYPE_CHECKING:
-    from paceline.launch.kubernetes.job import KubernetesJob
+    from paceline.launch.kubernetes.kubernetes_job import KubernetesJob
 
 QUEUE = "kueue.x-k8s.io/queue-name"
 PRIORITY = "kueue.x-k8s.io/priority-class"
@@ -37,7 +37,7 @@ class Kueue(GangScheduler):
         return []
 
     def problems(self, manifests: Sequence[Manifest], sets: Sequence[PodSet]) -> Iterator[str]:
-        """Yield why Kueue would not start this job as a whole."""
+        """Yield the reasons why Kueue would not start this job as a whole."""
         jobs = job_manifests(manifests)
         if not any(_names_kueue(manifest) for manifest in jobs):
             return

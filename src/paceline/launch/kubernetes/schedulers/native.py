@@ -10,7 +10,7 @@ from paceline.launch.kubernetes.pod_group import PodGroupScheduler, pod_group
 from paceline.launch.kubernetes.pods import Manifest
 
 if TYPE_CHECKING:
-    from paceline.launch.kubernetes.job import KubernetesJob
+    from paceline.launch.kubernetes.kubernetes_job import KubernetesJob
 
 
 class Native(PodGroupScheduler):

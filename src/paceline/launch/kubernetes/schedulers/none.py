@@ -9,7 +9,7 @@ from paceline.launch.kubernetes.gang_scheduler import GangScheduler
 from paceline.launch.kubernetes.pods import Manifest
 
 if TYPE_CHECKING:
-    from paceline.launch.kubernetes.job import KubernetesJob
+    from paceline.launch.kubernetes.kubernetes_job import KubernetesJob
 
 
 class NoGang(GangScheduler):

@@ -11,7 +11,7 @@ from paceline.launch.kubernetes.pods import Manifest
 from paceline.nouns.names import LABEL
 
 if TYPE_CHECKING:
-    from paceline.launch.kubernetes.job import KubernetesJob
+    from paceline.launch.kubernetes.kubernetes_job import KubernetesJob
 
 RAY_QUEUE = "volcano.sh/queue-name"
 DEFAULT_QUEUE = "default"  # which Volcano itself makes

@@ -24,7 +24,7 @@ from paceline.nouns.errors import ReadError, did_you_mean
 from paceline.nouns.reading import parse_json, parse_whole
 
 if TYPE_CHECKING:
-    from paceline.launch.kubernetes.job import KubernetesJob
+    from paceline.launch.kubernetes.kubernetes_job import KubernetesJob
 
 SCHEDULER_NAME = "yunikorn"
 PREFIX = "yunikorn.apache.org/"
@@ -82,14 +82,14 @@ class YuniKorn(GangScheduler):
         return []
 
     def notes(self, job: KubernetesJob) -> Iterator[str]:
-        """Yield where two pods may come to one node, and what KubeRay's operator needs."""
+        """Yield the case in which two pods may come to one node, and the condition of KubeRay's operator."""
         if not job.accelerators:
             yield "under YuniKorn two pods without accelerators may come to one node"
         if job.kind == "rayjob":
             yield "KubeRay's operator must run with this scheduler as its batch scheduler"
 
     def problems(self, manifests: Sequence[Manifest], sets: Sequence[PodSet]) -> Iterator[str]:
-        """Yield why YuniKorn would not start these pods as a gang."""
+        """Yield the reasons why YuniKorn would not start these pods as a gang."""
         if not is_used(sets):
             return
         ray_jobs = [manifest for manifest in manifests if manifest.get("kind") == "RayJob"]
@@ -100,7 +100,7 @@ class YuniKorn(GangScheduler):
 
 
 def _written_groups(groups: Sequence[Manifest]) -> str:
-    """Write the groups as JSON that people can read: a line for each key of a group."""
+    """Write the groups as JSON that users can read: a line for each key of a group."""
     texts = []
     for group in groups:
         lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in group.items()]
@@ -114,7 +114,7 @@ def group_name(pods: PodSet) -> str:
 
 
 def task_groups(sets: Sequence[PodSet]) -> list[Manifest]:
-    """Return a group for each kind of pod: as many as there are, with what each of them asks for."""
+    """Return a group for each kind of pod: the number of pods, and the requests of each."""
     groups: dict[str, Manifest] = {}
     for pod_set in sets:
         spec = pod_set.template["spec"]
@@ -137,7 +137,7 @@ def task_groups(sets: Sequence[PodSet]) -> list[Manifest]:
 
 
 def is_used(sets: Sequence[PodSet]) -> bool:
-    """True if YuniKorn is to start these pods: they name it, or have a label or annotation of its own."""
+    """Return True if YuniKorn is to start these pods: they name it, or have a label or annotation of its own."""
     for pod_set in sets:
         if field_of(pod_set.template, "spec", "schedulerName") == SCHEDULER_NAME:
             return True
@@ -161,7 +161,7 @@ def _gang_problems(sets: Sequence[PodSet]) -> Iterator[str]:
 
 
 def _ray_problems(ray_jobs: Sequence[Manifest], sets: Sequence[PodSet]) -> Iterator[str]:
-    """Yield why KubeRay would not ask YuniKorn for a gang."""
+    """Yield the reasons why KubeRay would not ask YuniKorn for a gang."""
     for manifest in ray_jobs:
         for key in (RAY_GANG, APP, QUEUE):
             if not field_of(manifest, "metadata", "labels", key):
@@ -173,36 +173,36 @@ def _ray_problems(ray_jobs: Sequence[Manifest], sets: Sequence[PodSet]) -> Itera
 
 
 def _pod_problems(pod_set: PodSet) -> Iterator[str]:
-    """Yield why YuniKorn would not take these pods for what they are meant to be, whatever their groups say."""
+    """Yield the problems with labels and annotations of these pods, whatever their groups say."""
     if field_of(pod_set.template, "spec", "schedulerName") != SCHEDULER_NAME:
-        yield f"{pod_set.where}: its schedulerName is not {SCHEDULER_NAME}, so YuniKorn leaves it alone"
+        yield f"{pod_set.place}: its schedulerName is not {SCHEDULER_NAME}, so YuniKorn leaves it alone"
     for key in (APP, QUEUE):
         if not _label(pod_set, key):
-            what = "queue" if key == QUEUE else "application"
-            yield f"{pod_set.where}: the label {key} is missing: no {what} is named"
+            noun = "queue" if key == QUEUE else "application"
+            yield f"{pod_set.place}: the label {key} is missing: no {noun} is named"
         old = _label(pod_set, OLD[key])
         if old and old != _label(pod_set, key):
-            yield f"{pod_set.where}: the old label {OLD[key]}={old} says something else than {key}"
+            yield f"{pod_set.place}: the old label {OLD[key]}={old} says something else than {key}"
     for key in (GROUP, GROUPS, POLICY):
         if not _annotation(pod_set, key):
-            yield f"{pod_set.where}: the annotation {key} is missing"
+            yield f"{pod_set.place}: the annotation {key} is missing"
     unknown = [key for key in _marks(pod_set) if key.startswith(PREFIX) and key not in KNOWN]
     for key in unknown:
-        yield f"{pod_set.where}: YuniKorn knows no {key} ({did_you_mean(key, KNOWN, 'leave it out')})"
+        yield f"{pod_set.place}: YuniKorn knows no {key} ({did_you_mean(key, KNOWN, 'leave it out')})"
     # As much of the name as YuniKorn takes over into a placeholder's name.
     if not _POD_NAME.fullmatch(str(_label(pod_set, APP) or "")[:28]):
         yield (
-            f"{pod_set.where}: {APP} must be of small letters, digits and hyphens, for placeholders are named after it"
+            f"{pod_set.place}: {APP} must be of small letters, digits and hyphens, for placeholders are named after it"
         )
     policy = str(_annotation(pod_set, POLICY) or f"{STYLE}=Hard")
     # A missing annotation has its own reason above, so its style is not told as well.
     for reason in _policy_problems(policy):
-        yield f"{pod_set.where}: {POLICY} {reason}"
+        yield f"{pod_set.place}: {POLICY} {reason}"
     yield from _anti_affinity_problems(pod_set)
 
 
 def _policy_problems(text: str) -> Iterator[str]:
-    """Yield what is wrong with a policy. YuniKorn splits at single spaces and at `=`, and skips what it can't read."""
+    """Yield the problems with a policy. YuniKorn splits at single spaces and at `=`, and skips what it can't read."""
     settings: dict[str, str] = {}
     for part in text.split(" "):
         key, _, value = part.partition("=")
@@ -229,7 +229,7 @@ def _policy_problems(text: str) -> Iterator[str]:
 
 
 def _anti_affinity_problems(pod_set: PodSet) -> Iterator[str]:
-    """Yield where pods keep away from their own kind.
+    """Yield a problem for each required anti-affinity of pods against their own kind.
 
     A placeholder has its pods' affinity: where that is strict against its own kind it bars the real pod.
     """
@@ -238,13 +238,13 @@ def _anti_affinity_problems(pod_set: PodSet) -> Iterator[str]:
         selector = field_of(term, "labelSelector")
         if isinstance(selector, dict) and _selects(selector, pod_labels):
             yield (
-                f"{pod_set.where}: its required podAntiAffinity selects its own pods: YuniKorn would keep each real "
+                f"{pod_set.place}: its required podAntiAffinity selects its own pods: YuniKorn would keep each real "
                 "pod off the node of its placeholder; write it as preferred, and ask for all accelerators of a node"
             )
 
 
 def _selects(selector: Mapping[str, Any], pod_labels: Mapping[str, str]) -> bool:
-    """True if a label selector matches the labels."""
+    """Return True if a label selector matches the labels."""
     for key, value in (selector.get("matchLabels") or {}).items():
         if pod_labels.get(key) != value:
             return False
@@ -262,8 +262,8 @@ def _selects(selector: Mapping[str, Any], pod_labels: Mapping[str, str]) -> bool
     return True
 
 
-def _text_problems(text: Any, sets: Sequence[PodSet]) -> Iterator[str]:
-    """Yield what is wrong with the annotation that states all groups."""
+def _text_problems(text: object, sets: Sequence[PodSet]) -> Iterator[str]:
+    """Yield the problems with the annotation that states all groups."""
     twice: list[str] = []  # json.loads keeps the last of equal keys, so they are noted while it reads
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -289,14 +289,14 @@ def _text_problems(text: Any, sets: Sequence[PodSet]) -> Iterator[str]:
         name = _annotation(pod_set, GROUP)
         if name and name not in names:
             fix = did_you_mean(str(name), [str(group_name) for group_name in names], "name one of them")
-            yield f"{pod_set.where}: its group {name!r} is not in {GROUPS} ({fix})"
+            yield f"{pod_set.place}: its group {name!r} is not in {GROUPS} ({fix})"
     for group in groups:
         members = [pod_set for pod_set in sets if _annotation(pod_set, GROUP) == group.get("name")]
         yield from _group_problems(group, members)
     yield from _overflow_problems(groups)
 
 
-def _group_problems(group: Mapping[str, Any], members: Sequence[PodSet]) -> Iterator[str]:
+def _group_problems(group: Mapping[str, object], members: Sequence[PodSet]) -> Iterator[str]:
     name = group.get("name")
     called = f"the task group {name!r}"
     if not isinstance(name, str) or not name or not _POD_NAME.fullmatch(name[:20]):
@@ -314,7 +314,7 @@ def _group_problems(group: Mapping[str, Any], members: Sequence[PodSet]) -> Iter
         yield from _difference_problems(called, group, pod_set)
 
 
-def _member_problems(called: str, count: Any, pods: int) -> Iterator[str]:
+def _member_problems(called: str, count: object, pods: int) -> Iterator[str]:
     if not isinstance(count, int) or isinstance(count, bool):
         yield f"{called} needs a minMember that is a whole number, not {count!r}: YuniKorn would drop all groups"
     elif not 0 < count <= INT32:
@@ -327,7 +327,7 @@ def _member_problems(called: str, count: Any, pods: int) -> Iterator[str]:
         yield f"{called} has minMember {count} and {pods} pods: {pods - count} pods would not be part of the gang"
 
 
-def _resource_problems(called: str, resources: Any) -> Iterator[str]:
+def _resource_problems(called: str, resources: object) -> Iterator[str]:
     if not isinstance(resources, dict) or not resources:
         yield f"{called} needs a minResource"
         return
@@ -343,10 +343,10 @@ def _resource_problems(called: str, resources: Any) -> Iterator[str]:
         yield f"{called}: minResource has cpu and vcore, which are one resource"
 
 
-def _difference_problems(called: str, group: Mapping[str, Any], pod_set: PodSet) -> Iterator[str]:
-    """Yield what a group and its pods ask for differently.
+def _difference_problems(called: str, group: Mapping[str, object], pod_set: PodSet) -> Iterator[str]:
+    """Yield the differences between the requests of a group and of its pods.
 
-    Placeholders stand in for pods: what differs is reserved where the pods can't go, or too small for them.
+    Placeholders stand in for pods: a difference reserves nodes where the pods can't go, or too little for them.
     """
     spec = field_of(pod_set.template, "spec") or {}
     stated = group.get("minResource")
@@ -357,10 +357,10 @@ def _difference_problems(called: str, group: Mapping[str, Any], pod_set: PodSet)
     for key in sorted({*asked, *reserved} - {"pods"}):
         if asked.get(key, 0) != reserved.get(key, 0):
             text = stated.get(key, "nothing")
-            yield f"{called} reserves {key}={text}, and a pod of {pod_set.where} asks for {_written(spec, key)}"
+            yield f"{called} reserves {key}={text}, and a pod of {pod_set.place} asks for {_written(spec, key)}"
     for key in CONSTRAINTS:
         if (group.get(key) or None) != (spec.get(key) or None):
-            yield f"{called}: its {key} differs from that of {pod_set.where}, so its placeholders may stand elsewhere"
+            yield f"{called}: its {key} differs from that of {pod_set.place}, so its placeholders may stand elsewhere"
 
 
 def _written(spec: Mapping[str, Any], key: str) -> str:
@@ -373,7 +373,7 @@ def _written(spec: Mapping[str, Any], key: str) -> str:
     return " + ".join(amounts) or "nothing"
 
 
-def _overflow_problems(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _overflow_problems(groups: Sequence[Mapping[str, object]]) -> Iterator[str]:
     totals: dict[str, Fraction] = {}
     for group in groups:
         count = group.get("minMember")

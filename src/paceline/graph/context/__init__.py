@@ -1,0 +1,1 @@
+"""Implement the `context` axis: attention shared by ranks with other positions, and what they exchange."""

@@ -1,0 +1,1 @@
+"""Implement the `expert` axis: layers of experts, where each rank has some, and the rows that are sent to them."""
