@@ -23,7 +23,7 @@ import torch.multiprocessing as mp
 from paceline.comm.collectives import AxisComm
 from paceline.comm.differentiable import take_piece
 from paceline.comm.ledger import Ledger
-from paceline.comm.sequence import AttentionSplit, SequenceExchanges
+from paceline.graph.context.context_exchanges import AttentionSplit, SequenceExchanges
 
 aten = torch.ops.aten
 

@@ -26,7 +26,7 @@ COMMAND = Path(sys.executable).with_name("paceline")
 SAID = "paceline: first step "
 
 FILES: dict[str, tuple[str, ...]] = {
-    "demo": ("src/paceline/demo/workload.py", "DEMO_TEXT", "--steps", "40"),
+    "demo": ("src/paceline/demo/demo_workload.py", "DEMO_TEXT", "--steps", "40"),
     "README": ("examples/train.py",),
     "contracts": ("examples/contracts/workload.py", "--fold", "0", "--steps", "20"),
     "distil": ("examples/distil/workload.py", "--teacher-steps", "20", "--steps", "20", "--no-baseline"),

@@ -22,7 +22,7 @@ WITH_SCHEDULER = """
 import sys
 from paceline.launch.kubernetes import schedulers
 schedulers.__path__.append(sys.argv[1])
-from paceline.launch.kubernetes.job import GANGS
+from paceline.launch.kubernetes.kubernetes_job import GANGS
 from paceline.launch.kubernetes.submit import check, notes, render, to_text
 from paceline.nouns.errors import PacelineError
 from support.on_kubernetes import COMBINATIONS, a_job, rendered, validate_all
@@ -105,7 +105,7 @@ def test_the_sink_keeps_the_losses(tmp_path):
 
 
 def test_the_examples_keep_the_rules_of_the_source(tmp_path):
-    fragments = {"a row of AXIS_TABLE", "a line of Parallel.reduce_gradients"}
+    fragments = {"a row of AXIS_TABLE", "a line of DeclaredEngine.reduce_gradients"}
     whole = [text for name, text in EXAMPLES.items() if name not in fragments]
     for number, text in enumerate(whole):
         (tmp_path / f"example_{number}.py").write_text(text)
@@ -144,12 +144,12 @@ def with_axis(tmp_path):
     mesh = package / "nouns" / "mesh.py"
     table = "AXIS_TABLE = (\n"
     mesh.write_text(mesh.read_text().replace(table, f"{table}{EXAMPLES['a row of AXIS_TABLE'].rstrip()},\n"))
-    apply = package / "parallel" / "apply.py"
-    before = "            one.reduce_gradients()\n"
-    assert before in apply.read_text()
-    text = apply.read_text().replace(before, before + EXAMPLES["a line of Parallel.reduce_gradients"])
-    first = "from paceline.parallel.peer_values import PeerValues\n"
-    apply.write_text(text.replace(first, f"{first}from paceline.parallel.pod import sum_over_pods\n"))
+    engine = package / "parallel" / "engine" / "declared.py"
+    call = EXAMPLES["a line of DeclaredEngine.reduce_gradients"]
+    text, calls = re.subn(r"^ {12}\w+\.reduce_gradients\(\)\n", rf"\g<0>{call}", engine.read_text(), flags=re.MULTILINE)
+    first = "from paceline.parallel.observer import FORWARD, GATHER\n"
+    assert calls == text.count(first) == 1
+    engine.write_text(text.replace(first, f"{first}from paceline.parallel.pod import sum_over_pods\n"))
     (tmp_path / "train.py").write_text(AXIS_WORKLOAD)
 
     def total(plan):

@@ -14,14 +14,18 @@ import pytest
 
 from paceline.cli.flags import check_place, check_rules
 from paceline.cli.main import VERBS, WITH_FILE, _parse, main
-from paceline.cli.run import host_limits
-from paceline.launch.cluster_file import TABLES, read_cluster_file
+from paceline.cli.run_command import host_limits
+from paceline.run.cluster_file import read_cluster_file
+from paceline.run.job_settings import TABLES
 from paceline.run.request import place_of
 
+from support.documented_commands import ROOT, Shown, shown
 from support.jobs import marked, paceline
-from support.shown import ROOT, Shown, shown
+from support.sample import sampled
 
 README = (ROOT / "README.md").read_text()
+FEATURES = (ROOT / "docs" / "features.md").read_text()
+OF_TRAIN_PY = ("README.md", "docs/features.md")  # pages whose options belong to `paceline run ... train.py`
 SHOWN = shown()
 COMMANDS = [one for one in SHOWN if not one.text.startswith("-")]
 OPTIONS = [one for one in SHOWN if one.text.startswith("-")]
@@ -29,6 +33,7 @@ OWN = [one for one in COMMANDS if one.own]
 
 # Commands that are parsed, and not run here: how they begin, and why.
 NOT_RUN = {
+    "paceline run -n 2 loop.py": "test_the_changed_loop_runs_on_one_and_two_ranks runs it",
     "paceline run --on": "other hosts: tests/integration, tests/launch",
     "paceline run -n 2 classifier.py": "tests/examples/test_loops.py runs it",
     "paceline run -n 2 --checkpoint-every 20 classifier.py": "the same",
@@ -48,9 +53,6 @@ NOT_RUN = {
     "paceline run --plan tensor=2 lora.py": "the same",
     "paceline run -n 2 lightning_module.py": "tests/integrations/test_lightning_page.py runs it",
     "paceline run --plan shard=2 lightning_module.py": "the same",
-    "paceline run -n 2 --checkpoint-every 20 lightning_module.py": "the same",
-    "paceline run -n 2 --resume lightning_module.py": "the same",
-    "paceline verify -n 2 lightning_module.py": "the same",
     "paceline run -n 2 contrastive.py": "tests/comm/test_collectives_page.py runs it",
     "paceline run --job": "tests/examples/test_tutorial.py runs it",
     "paceline run -n 2 --job killed": "the same",
@@ -90,6 +92,7 @@ NOT_RUN = {
     "mpirun -n 4 paceline": "tests/integration/test_launchers.py starts ranks with mpirun",
     "srun paceline": "the same, with srun",
     "paceline doctor -H": "it asks other hosts",
+    "paceline horovodrun": "tests/horovod/test_horovodrun.py and test_horovod_examples.py run it",
     "paceline doctor --hostfile": "it asks other hosts",
     "paceline doctor": "it says what this machine lacks: tests/cli/test_doctor.py",
     "paceline top": "it reads a run: tests/run/test_times.py",
@@ -145,11 +148,13 @@ NEITHER = {
 # Options that are another program's, or are no option.
 NOT_OURS = {
     "--conf": "Airflow's",
+    **dict.fromkeys(("-u", "-W", "-B"), "Python's"),
+    **dict.fromkeys(("--local-rank", "--local_rank"), "torch.distributed.launch's"),
     "--gang-scheduling": "the MPI Operator's",
     "--share-packages": "scripts/release's",
     "--published": "scripts/bench's",
 }
-# What README's table adds in brackets or after "or", to the option before it.
+# What the tables of docs/features.md add in brackets or after "or", to the option before it.
 ALTERNATIVES = {
     "--plan shard=4": ["--plan shard=4,zero=1", "--plan shard=4,zero=2", "--plan shard=4,zero=3"],
     "--plan tensor=2": ["--plan tensor=2,sequence=on"],
@@ -166,9 +171,9 @@ def is_listed(one, table):
 
 
 def runnable():
-    """The words of every command that is run: those of the pages, and README's options as a whole command."""
+    """The words of every command that is run: those of the pages, and the options of OF_TRAIN_PY as commands."""
     commands = [one.words for one in COMMANDS if one.own[:1] and not is_listed(one, NOT_RUN) and len(one.own) > 1]
-    options = [one.text for one in OPTIONS if one.page == "README.md" and " " in one.text and "host" not in one.text]
+    options = [one.text for one in OPTIONS if one.page in OF_TRAIN_PY and " " in one.text and "host" not in one.text]
     for text in options:
         for line in (text, *ALTERNATIVES.get(text, [])):
             ranks = [] if "--plan" in line or "-n " in line else ["-n", "2"]
@@ -193,7 +198,7 @@ def test_no_exception_outlives_what_it_excepts(table):
 
 
 def test_alternatives_are_those_of_the_table():
-    rows = [line for line in README.splitlines() if line.startswith("| ")]
+    rows = [line for line in FEATURES.splitlines() if line.startswith("| ")]
     for option, others in ALTERNATIVES.items():
         (row,) = [row for row in rows if f"`{option}`" in row][:1]
         for other in others:
@@ -204,9 +209,10 @@ def test_alternatives_are_those_of_the_table():
 def test_every_command_is_run_parsed_or_listed():
     lost = [one for one in COMMANDS if not one.own and not is_listed(one, NEITHER)]
     assert [one.text for one in lost] == [
+        "python loop.py",
         "python train.py",
         "torchrun --nproc-per-node 2 train.py",
-    ]  # both are run below
+    ]  # they are run below
 
 
 def read(one: Shown) -> argparse.Namespace:
@@ -218,7 +224,7 @@ def read(one: Shown) -> argparse.Namespace:
     verb = words[0]
     if is_cut and verb in WITH_FILE:
         words.append("train.py")
-    return _parse(words, verb, importlib.import_module(f"paceline.cli.{verb}"))
+    return _parse(words, verb, importlib.import_module(f"paceline.cli.{verb}_command"))
 
 
 @pytest.mark.parametrize("page", sorted({one.page for one in OWN}))
@@ -228,7 +234,7 @@ def test_every_command_is_read_and_its_flags_apply(page, tmp_path, monkeypatch):
         parsed = read(one)
         assert not getattr(parsed, "misplaced", [])
         if one.own[0] == "run":
-            check_place(parsed.given, place_of(None, parsed.on, parsed.job, host_limits(parsed)))
+            check_place(parsed.flags, place_of(None, parsed.on, parsed.job, host_limits(parsed)))
             check_rules("run", parsed)
         else:
             check_rules(one.own[0], parsed)
@@ -237,7 +243,7 @@ def test_every_command_is_read_and_its_flags_apply(page, tmp_path, monkeypatch):
 CLUSTER = re.search(r"```toml\n(.*?)```", (ROOT / "docs/hosts.md").read_text(), re.DOTALL).group(1)
 
 
-def test_the_cluster_file_that_a_page_shows_has_each_table_and_every_key_without_a_flag(tmp_path):
+def test_cluster_file_of_the_page_has_all_tables_and_keys(tmp_path):
     (tmp_path / "cluster.toml").write_text(CLUSTER)
     tables = read_cluster_file(tmp_path / "cluster.toml").tables
     assert set(tables) == set(TABLES)
@@ -246,12 +252,12 @@ def test_the_cluster_file_that_a_page_shows_has_each_table_and_every_key_without
 
 
 def jobs_in_full():
-    """Every job of README's file that a page shows in full, and README's options as such."""
+    """Every job of README's file that a page shows in full, and the options of README and features.md as such."""
     for one in OWN:
         if one.own[0] in ("run", "submit") and len(one.own) > 2 and not {"...", "--check", "--resume"} & {*one.own}:
             yield one.own
     for one in OPTIONS:
-        if one.page == "README.md" and " " in one.text:
+        if one.page in OF_TRAIN_PY and " " in one.text:
             ranks = [] if "--plan" in one.text or "host" in one.text else ["-n", "2"]
             yield ["run", *ranks, *one.words, "train.py"]
 
@@ -275,7 +281,7 @@ def test_every_option_that_a_page_names_is_a_commands():
     known = {"--help", "-h"}
     for verb in VERBS:
         parser = argparse.ArgumentParser(allow_abbrev=False)
-        importlib.import_module(f"paceline.cli.{verb}").add_arguments(parser)
+        importlib.import_module(f"paceline.cli.{verb}_command").add_arguments(parser)
         known |= set(flags_of(parser))
     for main_file in (ROOT / "examples").glob("*/*.py"):
         known |= set(re.findall(r'"(--[a-z-]+)"', main_file.read_text()))
@@ -303,6 +309,38 @@ def write_readme_file(folder, tiny=False):
     (folder / "train.py").write_text(text)
 
 
+def loop_before_and_after():
+    """README's plain loop, and the same with its lines changed: what the diff takes away, and what it adds."""
+    lines = re.search(r"```diff\n(.*?)```", README, re.DOTALL).group(1).splitlines()
+    before = "\n".join(line[1:] for line in lines if not line.startswith("+"))
+    after = "\n".join(line[1:] for line in lines if not line.startswith("-"))
+    return before + "\n", after + "\n"
+
+
+def test_readmes_diff_changes_five_lines():
+    lines = re.search(r"```diff\n(.*?)```", README, re.DOTALL).group(1).splitlines()
+    assert "## Change five lines" in README
+    assert len([line for line in lines if line.startswith("+")]) == 5
+    assert len([line for line in lines if line.startswith("-")]) == 3  # each is replaced
+
+
+@pytest.mark.slow
+def test_the_changed_loop_runs_on_one_and_two_ranks(tmp_path):
+    before, after = loop_before_and_after()
+    plain = subprocess.run([sys.executable, "-c", before], cwd=tmp_path, capture_output=True, text=True)
+    assert plain.returncode == 0, plain.stderr
+    total = "sum(parameter.abs().sum().item() for parameter in model.parameters())"
+    (tmp_path / "loop.py").write_text(f"{after}print(f'sum {{{total}:.3f}}')\n")
+    alone = subprocess.run([sys.executable, "loop.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert alone.returncode == 0, alone.stderr
+    two = paceline(tmp_path, "run", "-n", "2", "loop.py")
+    assert two.code == 0, two.err
+    (expected,) = re.findall(r"sum ([\d.]+)", alone.stdout)
+    found = re.findall(r"\[\d\] sum ([\d.]+)", two.out)
+    assert len(found) == 2
+    assert [float(one) for one in found] == pytest.approx([float(expected)] * 2, rel=1e-4)
+
+
 @pytest.mark.slow
 def test_the_first_example_runs_alone_and_with_two_ranks(tmp_path):
     write_readme_file(tmp_path)
@@ -318,8 +356,10 @@ def test_the_first_example_runs_alone_and_with_two_ranks(tmp_path):
     assert finished.code == 0, finished.err  # no step is left to take
 
 
-@pytest.mark.integration
-@pytest.mark.parametrize("words", runnable(), ids=" ".join)
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param(words, marks=sampled(row, 0), id=" ".join(words)) for row, words in enumerate(runnable())],
+)
 def test_a_shown_command_works_on_readmes_file(words, tmp_path):
     write_readme_file(tmp_path, tiny=True)
     done = paceline(tmp_path, *words[1:])

@@ -15,7 +15,7 @@ import torch
 import paceline
 from paceline.nouns.errors import PlanError, UsageError
 from paceline.nouns.plan import Plan
-from paceline.train import job as jobs
+from paceline.train import open_jobs as jobs
 
 from support.cluster import Cluster
 from support.ranks import run_ranks
@@ -51,7 +51,7 @@ def test_every_error_is_on_a_page():
 
 
 @pytest.mark.parametrize("one", PUBLIC, ids=lambda one: one.path)
-def test_a_class_shows_its_methods_or_says_that_they_are_internal(one):
+def test_reference_class_shows_methods_or_calls_them_internal(one):
     assert undocumented_members(one) == [], "name them on the page, or in INTERNAL"
 
 
@@ -179,7 +179,7 @@ def test_a_part_that_is_missing_is_named(gap):
     assert f"made {gap}" in gaps("made", made_of(whole.__doc__.replace(before, after)))
 
 
-def test_the_errors_of_a_constructor_and_its_arguments_are_looked_for():
+def test_reference_finds_undocumented_errors_and_arguments():
     class Rate:
         """A rate.
 

@@ -13,12 +13,14 @@ import pytest
 import paceline
 from paceline.nouns.errors import PacelineError, UsageError
 
-from support.built import ROOT
+from support.built_packages import ROOT
 
 SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))  # as for a script there: they import each other
 import release_files  # noqa: E402
+import release_image  # noqa: E402
 import release_sbom  # noqa: E402
+import release_site  # noqa: E402
 import release_steps  # noqa: E402
 
 WHO = "a@example.org"
@@ -255,7 +257,7 @@ def test_the_bill_has_what_an_installation_brings_along():
 @pytest.mark.parametrize(
     ("version", "found"), [("1.9", "1.9 is installed"), (None, "it is not installed")], ids=["old", "missing"]
 )
-def test_a_bill_of_an_installation_that_lacks_something_is_refused(version, found):
+def test_release_sbom_of_an_incomplete_installation_is_refused(version, found):
     packages = {**PACKAGES, "torch": package(version)}
     if version is None:
         del packages["torch"]
@@ -274,3 +276,75 @@ def test_the_bill_is_the_same_each_time(tmp_path, monkeypatch):
     assert {one["purl"] for one in bill["components"]} == {
         "pkg:pypi/torch@2.1%2Bcpu", "pkg:pypi/py-yaml@6.0", "pkg:pypi/quick@1", "pkg:pypi/filelock@3",
     }  # fmt: skip
+
+
+@pytest.fixture
+def context(tmp_path):
+    """A folder from which the image is built, and whose Containerfile was checked."""
+    wheel = tmp_path / "paceline-1.0-py3-none-any.whl"
+    wheel.write_text("")
+    return release_image.make_context(tmp_path / "image", ROOT / "Containerfile", ROOT / "constraints.txt", wheel)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "found"),
+    [
+        ("FROM docker", "FORM docker", "this is no instruction: 'FORM docker"),
+        ('["paceline"]', "[paceline]", "ENTRYPOINT is no JSON list of words"),
+        ("$(ls", "$((ls", "the shell can't read a RUN"),
+        ("paceline-*.whl", "paceline-*.zip", "COPY names paceline-*.zip, which is not there"),
+        ("USER 1000\n", "", "it has no USER"),
+        ("ENTRYPOINT", "LABEL", "or has no ENTRYPOINT"),
+    ],
+)
+def test_a_faulty_containerfile_is_found_without_an_engine(context, old, new, found):
+    text = (ROOT / "Containerfile").read_text()
+    assert old in text
+    with pytest.raises(UsageError) as caught:
+        release_image.check_containerfile(text.replace(old, new), context)
+    assert found in caught.value.found
+
+
+def put_engine(folder, monkeypatch, body):
+    """A program named docker, the only one on the PATH besides the system's; its calls are in calls.txt."""
+    (folder / "docker").write_text(f'#!/bin/sh\necho "$*" >> {folder}/calls.txt\n{body}\n')
+    (folder / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/bin")
+
+
+def test_an_engine_builds_the_image_and_runs_its_demo(context, tmp_path, monkeypatch):
+    put_engine(tmp_path, monkeypatch, 'case "$*" in *--version) echo paceline 1.0;; esac')
+    assert release_image.find_engine() == "docker"
+    assert release_image.build_image("docker", context, "1.0") == "paceline:1.0"
+    calls = (tmp_path / "calls.txt").read_text().splitlines()
+    assert calls == [
+        "info",
+        f"build --tag paceline:1.0 --file {context}/Containerfile {context}",
+        "run --rm paceline:1.0 --version",
+        "run --rm paceline:1.0 demo",
+    ]
+
+
+def test_an_image_whose_demo_fails_is_refused(context, tmp_path, monkeypatch):
+    put_engine(tmp_path, monkeypatch, 'case "$*" in *--version) echo paceline 1.0;; *demo) exit 3;; esac')
+    with pytest.raises(UsageError) as caught:
+        release_image.build_image("docker", context, "1.0")
+    assert "this ends with 3: docker run --rm paceline:1.0 demo" in caught.value.found
+
+
+def test_an_engine_that_does_not_answer_is_none(tmp_path, monkeypatch):
+    put_engine(tmp_path, monkeypatch, "exit 1")
+    monkeypatch.setattr(release_image, "ENGINES", ("docker",))
+    assert release_image.find_engine() is None
+
+
+def test_the_sites_archive_depends_on_its_files_and_time(tmp_path):
+    archives = []
+    for name in ("first", "second"):
+        folder = tmp_path / name
+        (folder / "docs").mkdir(parents=True)
+        for page in ("docs/a.html", "index.html") if name == "first" else ("index.html", "docs/a.html"):
+            (folder / page).write_text(page)
+        archives.append(tmp_path / f"{name}.tar.gz")
+        release_site.pack(folder, archives[-1], 1_700_000_000)
+    assert archives[0].read_bytes() == archives[1].read_bytes()

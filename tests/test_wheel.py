@@ -11,11 +11,12 @@ import tomllib
 import zipfile
 
 import pytest
+from packaging.requirements import Requirement
 
 import paceline
-from paceline.demo.examples import find_examples
+from paceline.demo.example_files import find_examples
 
-from support.built import ROOT, build, copy_of_tree
+from support.built_packages import ROOT, build, copy_of_tree
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NAME = f"paceline-{paceline.__version__}"
@@ -84,8 +85,8 @@ def test_the_metadata_are_those_of_the_project(metadata):
 
 def test_extras_and_dependencies_are_those_of_the_project(metadata):
     assert {*metadata.get_all("Provides-Extra")} == {*PROJECT["optional-dependencies"]}
-    required = {line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line}
-    assert required == {*PROJECT["dependencies"]}
+    required = {Requirement(line) for line in metadata.get_all("Requires-Dist") if "extra ==" not in line}
+    assert required == set(map(Requirement, PROJECT["dependencies"]))
 
 
 def test_the_command_is_there(built):
@@ -108,6 +109,6 @@ def test_the_unpacked_wheel_has_the_examples_of_the_clone(built, tmp_path, monke
     line = [sys.executable, "-m", "paceline", "examples", "--json"]
     listed = json.loads(subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=True).stdout)
     assert listed.keys() == find_examples().keys()
-    place = "import paceline.demo.examples as e; print(e.examples_folder())"
+    place = "import paceline.demo.example_files as e; print(e.examples_folder())"
     found = subprocess.run([sys.executable, "-c", place], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == str(tmp_path / "paceline" / "example_files")

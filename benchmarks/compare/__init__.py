@@ -7,6 +7,7 @@ The modules in reading order, those with * need torch:
     contestants*, contestants_strategies*, raw_strategies*, bert_workload*     these processes
     startup, first_step*                   the time to the first step
     jobs, small_gpt*                       whole jobs
+    horovod_names, horovod_job*            sums by Horovod's names
     restart, restart_job*                  after a rank was killed
     observe, observe_job*                  what it costs to keep times
     planner, planner_models*, planner_peaks*, planner_simulation*, planner_gpu*, llama_7b*     predicted memory

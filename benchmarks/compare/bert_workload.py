@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from paceline.demo.bert import Bert, BertConfig
 from paceline.demo.corpus import MASK
-from paceline.nouns.order import DataOrder, share
+from paceline.nouns.data_order import DataOrder, share
 from paceline.nouns.workload import Workload
 from paceline.train.seed import seed_everything
 

@@ -10,6 +10,8 @@ Accelerate, and Lightning Fabric: on the machine as it is, and beside --busy pro
 bench strategies: the time of a step under shard, tensor and pipeline on two ranks, each against the same by hand
 in raw torch (fully_shard, parallelize_module, PipelineStage); both sides must compute the same losses.
 
+bench horovod: 100 tensors of a ResNet-50 summed on two ranks by Horovod's names, against torch.distributed.
+
 bench restart: the time from `kill -9` of a rank to the next finished step under `paceline run --max-restarts`, against
 torchrun with the same file and the same checkpoints, and with DDP in plain torch.
 
@@ -28,17 +30,17 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from compare import jobs, observe, planner, restart, step, strategies
-from paceline.cli.flags import given
+from compare import horovod_names, jobs, observe, planner, restart, step, strategies
+from paceline.cli.closed_output import guarded
+from paceline.cli.flags import written_flags
 from paceline.cli.main import INTERRUPTED, Parser
-from paceline.cli.output import guarded
 from paceline.nouns.errors import MEETS_NOT, PacelineError, UsageError
 
 COMMAND = "scripts/bench"
-SUBJECTS = ("step", "jobs", "strategies", "restart", "observe", "planner")
+SUBJECTS = ("step", "jobs", "strategies", "horovod", "restart", "observe", "planner")
 # Of the flags, by the name of the value, the subjects that they are about.
 SUBJECTS_OF = {
-    "rounds": ("step", "jobs", "strategies", "restart", "observe"),
+    "rounds": ("step", "jobs", "strategies", "horovod", "restart", "observe"),
     "startup_rounds": ("step",),
     "steps": ("jobs",),
     "busy": ("jobs",),
@@ -107,6 +109,9 @@ def run(arguments: argparse.Namespace) -> int:
         elif arguments.subject == "strategies":
             result = strategies.run_strategies(folder, arguments.rounds, tell)
             shown = strategies.table
+        elif arguments.subject == "horovod":
+            result = horovod_names.run_horovod(folder, arguments.rounds, tell)
+            shown = horovod_names.table
         elif arguments.subject == "restart":
             result = restart.run_restarts(folder, arguments.rounds, tell)
             shown = restart.table
@@ -141,7 +146,7 @@ def _main(words: Sequence[str]) -> int:
         return MEETS_NOT
     arguments = parser.parse_args(words)
     try:
-        check_flags(arguments.subject, given(make_parser(), words))
+        check_flags(arguments.subject, written_flags(make_parser(), words))
         return run(arguments)
     except PacelineError as error:
         if arguments.json:  # a program that reads JSON gets JSON for a refusal too

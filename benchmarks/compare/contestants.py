@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from paceline.comm import api
 from paceline.demo.bert import Bert, BertConfig
-from paceline.demo.workload import MaskedSequences, loss, make_workload
+from paceline.demo.demo_workload import MaskedSequences, loss, make_workload
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 from paceline.train.loop_job import prepare

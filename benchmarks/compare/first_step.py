@@ -12,7 +12,7 @@ from pathlib import Path
 
 import paceline
 from paceline.demo.bert import Bert, BertConfig
-from paceline.demo.workload import make_workload
+from paceline.demo.demo_workload import make_workload
 
 
 def main() -> None:

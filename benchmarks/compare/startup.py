@@ -13,7 +13,7 @@ from pathlib import Path
 
 from paceline.nouns import module_names
 from paceline.nouns.errors import UsageError
-from paceline.run.supervise.progress import duration
+from paceline.run.shown import duration
 
 _FILE = Path(__file__).with_name("first_step.py")
 
@@ -35,7 +35,7 @@ def progress(what: str, done: int, total: int, elapsed_s: float) -> str:
 def time_starts(folder: Path, rounds: int, tell: Callable[[str], None]) -> dict[str, list[float]]:
     """Return the seconds to the first step under each launcher, which take turns.
 
-    One start of each is not counted: it may read torch from the disk, the others from memory.
+    One start of each is not counted: it may read torch from the disk and compile modules, the others from memory.
 
     Raises:
         UsageError: a launcher did not get to its first step.
@@ -62,10 +62,11 @@ def time_starts(folder: Path, rounds: int, tell: Callable[[str], None]) -> dict[
 
 def _time(name: str, command: list[str], mark: Path) -> float:
     mark.unlink(missing_ok=True)
-    # A benchmark that a launcher started must not make its jobs ranks of that launcher.
-    launchers = ("PACELINE_", "TORCHELASTIC")
+    # A benchmark that a launcher started must not make its jobs ranks of that launcher. Both may keep what Python
+    # compiles, as installed packages do: the start that is not counted writes it.
+    left_out = ("PACELINE_", "TORCHELASTIC", "PYTHONDONTWRITEBYTECODE")
     began_ns = time.time_ns()  # since the epoch, as the other process writes it
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(launchers)}
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(left_out)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if not mark.exists():
         lines = done.stderr.strip().splitlines()

@@ -31,7 +31,7 @@ from compare.published_table import (
     said_of,
     source_of,
 )
-from paceline.launch.orphans import die_with_parent
+from paceline.launch.process_exit import die_with_parent
 from paceline.plan.memory import activations_of
 from published import stage
 

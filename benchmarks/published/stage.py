@@ -62,13 +62,13 @@ class Stage:
 
     def note(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Say of memory that was made before the steps."""
-        self.recorder.note_all((("", one) for one in tensors), kind)
+        self.recorder.record_all((("", one) for one in tensors), kind)
 
     def run(self, model: nn.Module, step: Callable[[], None], steps: int = STEPS) -> Recording:
         """Take some steps; `model` is the whole of what stays, `step` one step of training."""
         recorder = self.recorder
-        recorder.note_all(model.named_parameters(), PARAMETERS)
-        recorder.note_all(model.named_buffers(), BUFFERS)
+        recorder.record_all(model.named_parameters(), PARAMETERS)
+        recorder.record_all(model.named_buffers(), BUFFERS)
         recorder.names = {module: name for name, module in model.named_modules()}
         with contextlib.nullcontext() if self.sees_making else recorder.watching():
             for _ in range(steps):

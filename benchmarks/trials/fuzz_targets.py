@@ -20,24 +20,23 @@ from paceline.checkpoint.load import read_own, read_parts
 from paceline.checkpoint.owner import read_owner
 from paceline.checkpoint.save import _wait_for_notes
 from paceline.checkpoint.tensor_file import TensorFile
-from paceline.cli.server import _coordinator
-from paceline.dashboard.event_index import EventIndex
+from paceline.cli.server_command import _coordinator
+from paceline.dashboard.charts import curves_of
 from paceline.dashboard.run_facts import checkpoints, end_of, history, ledger
 from paceline.demo.corpus import Corpus, read_corpus
 from paceline.doctor import ask
-from paceline.doctor.checks.host import check_host
+from paceline.doctor.checks.host_checks import check_host
 from paceline.doctor.facts import HostFacts, Leftover
 from paceline.doctor.probe.accelerators import read_devices, read_links
 from paceline.doctor.probe.disk import mount_of
-from paceline.doctor.probe.host import _cgroup_cores, look_at_memory
-from paceline.doctor.probe.network import default_interface, look_at_interfaces
-from paceline.launch.cluster_file import TABLES, displayed, read_cluster_file
+from paceline.doctor.probe.host_facts import _cgroup_cores, look_at_memory
+from paceline.doctor.probe.network_facts import default_interface, look_at_interfaces
 from paceline.launch.hosts import parse_hosts, read_hostfile
 from paceline.launch.kubernetes.quantities import read_quantity
 from paceline.launch.kubernetes.submit import check, read_manifests
 from paceline.launch.local import RankSettings
-from paceline.launch.profile_workload import _read_answer
 from paceline.launch.rank_assignment import HostRanks, Rendezvous
+from paceline.launch.simulators import _read_answer
 from paceline.launch.workload_file import read_workload_file
 from paceline.nouns.device import Device
 from paceline.nouns.errors import CheckpointError, UsageError
@@ -48,6 +47,7 @@ from paceline.nouns.reading import parse_json
 from paceline.plan.memory import memory_of
 from paceline.rendezvous.hostlist import hosts_of, tasks_per_host
 from paceline.rendezvous.launcher_env import find_node, find_position
+from paceline.run.cluster_file import displayed, read_cluster_file
 from paceline.run.directory import find_run
 from paceline.run.failures import (
     UNWRITTEN,
@@ -57,35 +57,36 @@ from paceline.run.failures import (
     silent_death,
     unwritten_failure,
 )
-from paceline.run.output import FILE, last_lines, read_lines
+from paceline.run.job_settings import TABLES
 from paceline.run.plain_values import RETURNED, read_value, write_value
-from paceline.run.speed import speed_of
-from paceline.run.summary import failure_lines, read_details, read_run
-from paceline.run.supervise.agent import _HEARD
+from paceline.run.rank_output import FILE, last_lines, read_lines
+from paceline.run.read.event_columns import EventIndex
+from paceline.run.read.runs import failure_lines, read_details, read_run, speed_of
+from paceline.run.read.times import newest_process, recent_splits, slow_rank
+from paceline.run.read.times import table as table_of_times
+from paceline.run.supervise.agent import _SUPERVISOR_MESSAGES
 from paceline.run.supervise.elastic import last_generation, script_hosts
 from paceline.run.supervise.host_backend import RemoteBackend
-from paceline.run.supervise.job import result_of
 from paceline.run.supervise.progress import Progress
-from paceline.run.supervise.server_news import ServerNews
+from paceline.run.supervise.supervise_servers import ServerNews
+from paceline.run.supervise.supervised_job import result_of
 from paceline.run.supervise.supervisor import Ending
 from paceline.run.timeline import make_trace
-from paceline.run.times import newest_process, recent_splits, slow_rank
-from paceline.run.times import table as table_of_times
 from paceline.server import setup
-from paceline.server.coordinator.log import Log
+from paceline.server.coordinator.decision_log import Log
 from paceline.server.coordinator.process import _layout_of
-from paceline.server.layout import Entry, ServerLayout
 from paceline.server.protocol import messages
+from paceline.server.range_tensors import Segments, states_of
+from paceline.server.server_layout import Entry, ServerLayout
 from paceline.server.settings import JobSettings
 from paceline.server.status import NODE, fault_of_facts
 from paceline.server.status_table import table, why_waiting
-from paceline.server.tensors import Segments, states_of
 from paceline.server.transport import frames
 from paceline.server.transport.address import Address
 from paceline.server.transport.peers import addresses_of, facts_of
 from paceline.train.agree import _newest_step
 from paceline.train.alike import check_groups, load_scheduler, scheduler_state
-from paceline.train.events import Events
+from paceline.train.event_log import Events
 from paceline.train.seed import random_state, restore_random_state
 
 Read = Callable[[bytes, Path], Any]
@@ -427,7 +428,7 @@ def _shown_events(path: Path) -> None:
     json.dumps(make_trace(folder).events)
     index = EventIndex(path)
     index.read_on(0.2)
-    json.dumps([curve.mean.tolist() for curve in index.curves(10).values()])
+    json.dumps([curve.mean.tolist() for curve in curves_of(index, 10).values()])
     events = index.events(None, 0, 100)
     history(events, folder, read_run(folder))
     checkpoints(folder, events)
@@ -457,7 +458,7 @@ def _told_by_servers(content: bytes, folder: Path) -> None:
     news = ServerNews(folder, lambda text: None, lambda rank, pid, seconds: None)
     (folder / "servers.jsonl").write_bytes(content)
     news.read()
-    news.tell_end()
+    news.say_end()
 
 
 def _ended(path: Path) -> None:
@@ -541,7 +542,7 @@ def _station(content: bytes) -> RemoteBackend:
 def _hear(content: bytes, folder: Path) -> None:
     station = _station(content)
     for line in station.lines.read():
-        station._told(line)
+        station._take_message(line)
 
 
 AGENT = [
@@ -611,7 +612,12 @@ def _runs() -> Iterator[Target]:
     first = b"Welcome!\n" + _encoded(ANSWER) + b"\n"
     yield Target("agent's answer", "child", [first], lambda content, folder: _station(content).answer())
     heard = [_encoded(one) for one in ({"signal": 15, "ranks": [0]}, {"kill": True}, {"start": "{}"})]
-    yield Target("supervisor's lines", "child", heard, lambda content, folder: parse_json(content, "a line", _HEARD))
+    yield Target(
+        "supervisor's lines",
+        "child",
+        heard,
+        lambda content, folder: parse_json(content, "a line", _SUPERVISOR_MESSAGES),
+    )
     seats = HostRanks("", 0, 2, 0, 1)
     settings = RankSettings("f.py", [], 2, seats, Rendezvous(), "runs/a", None, ["torch"], 0, "/tmp/x").to_json()
     yield Target("rank's settings", "child", [settings.encode()], _of_text(RankSettings.from_json))

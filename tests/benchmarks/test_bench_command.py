@@ -12,10 +12,10 @@ import pytest
 from compare import command
 from compare.command import main
 from compare.startup import alone
-from paceline.cli.flags import given
+from paceline.cli.flags import written_flags
 
 from support.benchmarks import BENCHMARKS, SCRIPT
-from support.shown import shown
+from support.documented_commands import shown
 
 SHOWN = [one for one in shown() if one.text.startswith("scripts/bench ")]
 
@@ -76,7 +76,7 @@ def test_ctrl_c_ends_it_in_a_line(monkeypatch, capsys):
 def test_every_command_that_a_page_shows_is_read(shown):
     words = shown.words[1:]
     arguments = command.make_parser().parse_args(words)
-    command.check_flags(arguments.subject, given(command.make_parser(), words))
+    command.check_flags(arguments.subject, written_flags(command.make_parser(), words))
 
 
 def test_the_pages_show_commands():

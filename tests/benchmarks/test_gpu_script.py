@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from support.shown import ROOT
+from support.documented_commands import ROOT
 
 SCRIPT = ROOT / "benchmarks" / "gpu" / "run.py"
 
@@ -19,6 +19,7 @@ def run(*words):
 
 
 @pytest.mark.integration
+@pytest.mark.complete  # half a minute for a script that is run by hand; test_host_time.py runs its like
 def test_every_contestant_takes_the_same_steps(tmp_path):
     done = run("--device", "cpu", "--tiny", "--rounds", "2", "--steps", "7", "--json", str(tmp_path / "made.json"))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "host_time.py"
 
 
 @pytest.mark.integration
-def test_every_contestant_is_timed_against_what_does_the_same_by_raw_torch(tmp_path):
+def test_host_time_compares_each_contestant_with_fsdp2_or_ddp(tmp_path):
     out = tmp_path / "times.json"
     options = ["--starts", "1", "--rounds", "2", "--steps", "3", "--blocks", "1", "--out", out]
     done = subprocess.run([sys.executable, SCRIPT, *options], capture_output=True, text=True, timeout=300)

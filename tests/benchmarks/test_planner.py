@@ -48,7 +48,14 @@ def test_a_gpu_that_is_not_there(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", [("mlp", "replicate=2", {}), ("vit", "replicate=1", planner.OTHERWISE)], ids=str)
+@pytest.mark.parametrize(
+    "cell",
+    [
+        ("mlp", "replicate=2", {}),
+        pytest.param(("vit", "replicate=1", planner.OTHERWISE), marks=pytest.mark.complete),
+    ],
+    ids=str,
+)
 def test_a_cell_is_simulated_and_measured(tmp_path, cell):
     rows = planner.check_cell(tmp_path, cell)
     assert [row["rank"] for row in rows] == list(range(len(rows)))

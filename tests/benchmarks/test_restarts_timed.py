@@ -15,7 +15,7 @@ from support.benchmarks import SCRIPT
 from support.jobs import leftovers, marked, wait_for
 
 
-def test_time_goes_from_the_kill_to_the_first_step_of_another_process():
+def test_restart_time_is_from_the_kill_to_the_new_first_step():
     old = [(10**9 * second, step, 7) for step, second in ((1, 1), (2, 2), (3, 4))]
     new = [(10**9 * second, step, 8) for step, second in ((3, 9), (4, 10))]
     assert went_on([*old, *new], 3 * 10**9) == (6.0, 1)
@@ -35,7 +35,7 @@ def test_the_table_aligns():
     assert lines[-1] == "2 cores, load 0.2 before, 2.0 after"
 
 
-def test_both_launchers_start_the_same_file_with_as_many_restarts(tmp_path):
+def test_restart_bench_gives_both_launchers_equal_commands(tmp_path):
     ours, torchrun, _ = (command_of(name, tmp_path) for name in CONTESTANTS)
     assert ours[-4:] == torchrun[-4:]
     for command in (ours, torchrun):

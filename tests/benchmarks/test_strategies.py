@@ -23,7 +23,7 @@ def losses(change=0.0):
     return result
 
 
-def test_a_ratio_is_our_time_over_theirs_and_pipeline_takes_both_schedules():
+def test_strategies_divide_our_time_by_raw_per_pipeline_schedule():
     assert ratios(seconds()) == {
         "shard_over_raw": 0.5,
         "tensor_over_raw": 1.0,

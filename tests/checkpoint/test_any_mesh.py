@@ -20,7 +20,7 @@ from support.ranks import run_ranks
 pytestmark = pytest.mark.integration
 
 MESHES = {
-    2: ("replicate=2", "shard=2", "tensor=2", "pipeline=2"),
+    2: ("replicate=2", "shard=2", "shard=2,zero=1", "tensor=2", "pipeline=2"),
     4: ("pipeline=2,tensor=2", "shard=2,tensor=2"),
 }
 EVERY = [mesh for meshes in MESHES.values() for mesh in meshes]
@@ -38,10 +38,10 @@ def open_job(mesh):
 
 def state_of(job):
     """Every tensor of model and optimizer that this rank holds, and which part each is."""
-    held = job.parallel.held()
+    held = job.parallel.local_shards()
     parts = snapshot.model_parts(job.model, held, job.size)
     more, _ = snapshot.optimizer_state(job.model, job.optimizer, held, job.size)
-    return {name: (part.tensor.clone(), part.held.shard_spec) for name, part in {**parts, **more}.items()}
+    return {name: (part.tensor.clone(), part.shard.shard_spec) for name, part in {**parts, **more}.items()}
 
 
 def save_all(rank, folder, meshes):

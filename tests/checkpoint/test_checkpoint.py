@@ -275,7 +275,7 @@ def save_without_space(rank, folder):
     return text, len(steps(job, 2)) + len(before)
 
 
-def test_rank_0_outwaits_no_rank_that_has_left_a_mark_in_place_of_its_note(tmp_path, monkeypatch):
+def test_save_rank_0_does_not_wait_for_ranks_with_a_failure_mark(tmp_path, monkeypatch):
     polls = []
     monkeypatch.setattr(save.time, "sleep", polls.append)
     monkeypatch.setattr(save, "_LAST_WORDS_S", 0.2)

@@ -169,7 +169,7 @@ def owned_by_the_first(manifest):
     ],
     ids=["beside", "in a list", "inside", "shared", "shared and whole"],
 )
-def test_state_of_a_part_that_is_not_whole_is_refused_before_anything_changes(tmp_path, optimizer, change, found):
+def test_composite_optimizer_load_refuses_an_incomplete_part(tmp_path, optimizer, change, found):
     job = job_of(optimizer)
     train(job, 2)
     job.save(tmp_path / "saved")
@@ -282,7 +282,7 @@ class Counting(torch.optim.SGD):
 
 @pytest.mark.parametrize("is_back", [False, True])
 @pytest.mark.parametrize("steps", [0, 3])
-def test_what_a_persons_own_optimizer_keeps_in_its_groups_comes_back(tmp_path, is_back, steps):
+def test_custom_optimizer_values_in_groups_are_restored(tmp_path, is_back, steps):
     job = job_of(Counting)
     train(job, steps)
     job.save(tmp_path / "saved")
@@ -346,7 +346,7 @@ def test_a_scheduler_outside_of_the_workload_works():
     assert job.optimizer.param_groups[0]["lr"] < 1e-3
 
 
-def test_what_no_checkpoint_can_keep_is_told_at_the_start_of_a_run(tmp_path, monkeypatch):
+def test_unsaveable_scheduler_state_is_refused_at_start(tmp_path, monkeypatch):
     monkeypatch.setenv("PACELINE_RUN_DIR", str(tmp_path))
     with pytest.raises(WorkloadError, match="the scheduler's state should be something that JSON can keep"):
         job_of(lambda model: torch.optim.SGD(model.parameters(), 0.1), scheduler=WithFunction)

@@ -27,8 +27,8 @@ from paceline.nouns.plan import Plan
 from paceline.run.directory import RunChoice, check_copies
 from paceline.run.failures import silent_death
 from paceline.run.start.outcome import JobEnd
-from paceline.run.supervise.job import result_of
 from paceline.run.supervise.progress import Progress
+from paceline.run.supervise.supervised_job import result_of
 from paceline.run.supervise.supervisor import THE_COMMAND, Ending
 from paceline.train.job import Job
 
@@ -335,7 +335,7 @@ def plain_loop():
     return job
 
 
-def test_a_store_that_fails_stops_no_step_and_fails_the_job_in_the_end(tmp_path, monkeypatch, capsys):
+def test_copy_store_failure_stops_no_step_but_fails_job_at_end(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("paceline.train.checkpoint_copies._RETRY_AFTER_S", 0.0)
     (tmp_path / "store").write_text("a file where the folder should be")
     copying_job(tmp_path, monkeypatch, f"file://{tmp_path}/store")
@@ -427,7 +427,7 @@ def test_a_slow_store_is_waited_for_while_bytes_arrive(tmp_path, monkeypatch):
 
 
 def test_a_store_that_does_not_answer_holds_no_end(tmp_path, monkeypatch, silent, capsys):
-    monkeypatch.setattr("paceline.train.checkpoint_copies._TELL_S", 0.05)
+    monkeypatch.setattr("paceline.train.checkpoint_copies._REPORT_S", 0.05)
     copying_job(tmp_path, monkeypatch, f"file://{tmp_path}/store")
     calls = silent("put_file")
     job = plain_loop()
@@ -473,7 +473,7 @@ def test_an_end_names_what_is_not_copied(tmp_path):
 
 
 def copying_job_again(folder, monkeypatch):
-    monkeypatch.setattr("paceline.train.job._run_jobs", [])  # as in another process
+    monkeypatch.setattr("paceline.train.open_jobs._run_jobs", [])  # as in another process
     monkeypatch.setenv("PACELINE_RUN_DIR", str(folder / "run"))
     monkeypatch.setenv("PACELINE_RESUME", str(folder / "run" / "checkpoints"))
     monkeypatch.setenv("PACELINE_PLAN", json.dumps({"copy_to": f"file://{folder}/store"}))
@@ -532,7 +532,7 @@ def _fail(error):
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_a_place_that_can_not_be_written_is_refused_before_the_job(s3, tmp_path, name):
+def test_copy_to_an_unwritable_place_is_refused_before_the_job(s3, tmp_path, name):
     url, found, fix = PLACES[name]
     ended = run(tmp_path, "--copy-to", url, write_workload(tmp_path))
     assert ended.code == 2

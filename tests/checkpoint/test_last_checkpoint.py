@@ -67,7 +67,7 @@ def load_the_best_and_end(rank, folder, inside, every):
     if not inside:
         job.save(best)
     steps(job, 5)
-    job.finish_save()
+    job.checkpoints.finish()
     if inside:
         best = Path(folder, "checkpoints", "step-00000006")
     told = listening(job)
@@ -110,17 +110,17 @@ def test_a_run_that_ended_with_its_best_goes_on_at_its_last_step(tmp_path):
 def go_back_and_go_on(rank, folder):
     job = job_of_run(folder, checkpoint_every=2, keep=3)
     steps(job, 3)
-    job.finish_save()
+    job.checkpoints.finish()
     job.load(Path(folder, "checkpoints", "step-00000002"))
     told = listening(job)
     steps(job, 1)
     after_one = names(folder)
     steps(job, 1)
-    job.finish_save()
+    job.checkpoints.finish()
     return after_one, names(folder), told, sorted(path.name for path in Path(folder, "checkpoints").iterdir())
 
 
-def test_going_on_from_an_earlier_step_takes_the_place_of_later_ones(tmp_path):
+def test_going_back_replaces_later_checkpoints_at_the_next_save(tmp_path):
     after_one, after_two, told, everything = run_ranks(1, go_back_and_go_on, str(tmp_path / "a"))[0]
     assert after_one == ["04", "02"], "a step that is in no checkpoint takes no place"
     assert after_two == ["04", "02"]
@@ -131,12 +131,12 @@ def test_going_on_from_an_earlier_step_takes_the_place_of_later_ones(tmp_path):
 def branch_twice(rank, folder):
     job = job_of_run(folder, checkpoint_every=1, keep=9)
     steps(job, 4)
-    job.finish_save()
+    job.checkpoints.finish()
     checkpoints = Path(folder, "checkpoints")
     job.load(checkpoints / "step-00000004")
     told = listening(job)
     steps(job, 1)
-    job.finish_save()
+    job.checkpoints.finish()
     first = names(folder)
     job.load(checkpoints / "step-00000002")
     steps(job, 1)
@@ -144,7 +144,7 @@ def branch_twice(rank, folder):
     return first, names(folder), told
 
 
-def test_checkpoints_that_were_gone_back_from_are_all_removed_and_named(tmp_path):
+def test_going_back_twice_removes_and_names_later_checkpoints(tmp_path):
     first, second, told = run_ranks(1, branch_twice, str(tmp_path / "a"))[0]
     assert (first, second) == (["05", "04", "03", "02", "01"], ["03", "02", "01"])
     assert [text.rpartition(": ")[2] for text in told] == ["step-00000006", "step-00000004, step-00000005"]
@@ -156,7 +156,7 @@ def keep_after_going_back(rank, folder):
     steps(job, 4)
     job.load(Path(folder, "best"))
     steps(job, 1)
-    job.finish_save()
+    job.checkpoints.finish()
     return names(folder)
 
 
@@ -180,7 +180,7 @@ def load_again_and_end(rank, folder, keep, last, back_to, again):
     return names(folder), [path.name for path in checkpoints.glob(".*")], told
 
 
-def test_a_job_that_ends_with_the_branch_it_had_gone_back_from_keeps_that_branch(tmp_path):
+def test_going_back_then_loading_a_later_step_keeps_that_branch(tmp_path):
     left, hidden, told = run_ranks(1, load_again_and_end, str(tmp_path / "a"), 9, 6, 2, 6)[0]
     assert left == ["06", "04", "02"]
     assert hidden == []
@@ -200,7 +200,7 @@ def test_all_ranks_agree_on_the_branch_that_stays(tmp_path):
         assert (left, hidden) == (["06", "04", "02"], [])
 
 
-def test_the_checkpoint_that_a_job_loaded_last_stays_beyond_the_limit(tmp_path):
+def test_keep_limit_spares_the_checkpoint_that_was_loaded_last(tmp_path):
     left, _, _ = run_ranks(1, load_again_and_end, str(tmp_path / "a"), 2, 7, None, 4)[0]
     assert left == ["07", "06", "04"]
 
@@ -227,7 +227,7 @@ def decline_and_load(rank, folder, load_first):
 
 
 @pytest.mark.parametrize("load_first", [False, True])
-def test_a_job_that_declines_its_last_checkpoint_has_none_after_a_load(tmp_path, load_first):
+def test_declined_last_checkpoint_is_not_saved_after_a_load(tmp_path, load_first):
     assert run_ranks(1, decline_and_load, str(tmp_path / "a"), load_first) == [[]]
 
 
@@ -255,7 +255,7 @@ def leave(rank, folder):
     job.load(Path(folder, "checkpoints", "step-00000002"))
 
 
-def test_a_resume_goes_on_from_the_step_that_a_killed_job_had_left(tmp_path):
+def test_resume_uses_the_last_step_set_aside_by_a_killed_job(tmp_path):
     run_ranks(1, leave, str(tmp_path))
     checkpoints = tmp_path / "checkpoints"
     newest = checkpoints / "step-00000005"
@@ -276,7 +276,7 @@ def test_a_start_publishes_a_left_step_where_it_alone_is_there(tmp_path):
     assert names(tmp_path) == ["05"]
 
 
-def test_a_left_step_that_is_damaged_or_older_becomes_no_checkpoint(tmp_path):
+def test_resume_ignores_a_set_aside_step_if_damaged_or_older(tmp_path):
     run_ranks(1, leave, str(tmp_path))
     checkpoints = tmp_path / "checkpoints"
     older = (checkpoints / "step-00000002").rename(checkpoints / ".left-step-00000002")
@@ -298,7 +298,7 @@ def go_back_on_a_full_disk(rank, folder):
         return str(error)
 
 
-def test_a_last_step_that_could_not_be_set_aside_is_an_error_at_the_end(tmp_path):
+def test_last_step_that_cannot_be_set_aside_is_an_error_at_end(tmp_path):
     (text,) = run_ranks(1, go_back_on_a_full_disk, str(tmp_path / "a"))
     assert "step-00000003" in text
     assert "No space left on device" in text
@@ -358,7 +358,7 @@ def fail_on_rank_1(checkpoints):
 
 def end_badly(rank, folder, change, mesh):
     job = job_of_run(folder, mesh)
-    job.finish_save()
+    job.checkpoints.finish()
     job.world.barrier()
     if rank == 0 or change not in (become_a_file, be_removed):
         change(Path(folder, "checkpoints"))
@@ -412,7 +412,7 @@ def test_what_cant_be_written_where_it_should_is_saved_elsewhere(tmp_path, chang
 
 
 @pytest.mark.slow
-def test_a_rank_that_can_not_even_say_that_it_failed_is_not_waited_for(tmp_path):
+def test_save_does_not_wait_for_a_rank_unable_to_report_failure(tmp_path):
     for text, code in ends(tmp_path, fail_on_rank_1, 2):
         assert code == 1
         assert "rank 1: it could not be written, nor could the reason" in text
@@ -437,7 +437,7 @@ NO_FOLDER = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_stopped", [False, True])
+@pytest.mark.parametrize("is_stopped", [pytest.param(False, marks=pytest.mark.complete), True])
 def test_a_job_whose_last_step_is_not_saved_has_failed(tmp_path, is_stopped):
     file = write_workload(tmp_path, loop=LOOP.replace("        time.sleep", NO_FOLDER + "        time.sleep"))
     if is_stopped:

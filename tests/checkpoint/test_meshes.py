@@ -197,7 +197,7 @@ def give_twice(rank, parts):
     """Ranks 0 and 1 do not know that they hold the same part."""
     name = "model/fused.weight"
     if rank < 2:
-        parts[name] = LocalTensor(parts[name].tensor, LocalShard(parts[name].held.shard_spec, (rank,)))
+        parts[name] = LocalTensor(parts[name].tensor, LocalShard(parts[name].shard.shard_spec, (rank,)))
     return parts
 
 
@@ -212,7 +212,7 @@ def hold_anothers_place(rank, parts):
 def differ_in_dtype(rank, parts):
     name = "model/norm.weight"
     if rank == 1:
-        parts[name] = LocalTensor(parts[name].tensor.float(), parts[name].held)
+        parts[name] = LocalTensor(parts[name].tensor.float(), parts[name].shard)
     return parts
 
 
@@ -270,7 +270,7 @@ def loaded(mesh, folder):
     return on_ranks(mesh.world_size, load)
 
 
-def test_a_bit_that_the_files_hash_does_not_show_is_found_by_the_tensors(shard):
+def test_load_finds_by_tensor_hash_a_bit_the_file_hash_misses(shard):
     mesh, folder = shard
     path = folder / file_name(1)
     content = bytearray(path.read_bytes())
@@ -305,7 +305,7 @@ def test_a_part_that_is_not_in_its_file_is_refused(shard):
         read_checkpoint(folder, 0, {"model/mask": None})
 
 
-def test_what_no_rank_loads_and_what_one_rank_can_not_is_told_by_all(shard):
+def test_load_reports_unused_tensors_and_rank_errors_everywhere(shard):
     mesh, folder = shard
     manifest = read_manifest(folder)
 

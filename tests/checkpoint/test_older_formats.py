@@ -132,7 +132,7 @@ def test_an_older_run_is_exported(name, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_events_of_an_older_run_have_the_fields_that_the_page_promises(name):
+def test_older_run_events_have_the_documented_fields(name):
     lines = [json.loads(line) for line in (OLDER / name / "events.jsonl").read_text().splitlines()]
     assert {line.get("version", 1) for line in lines if line["event"] == "start"} == {1}
     steps = [line for line in lines if line["event"] == "step"]
@@ -220,7 +220,7 @@ def test_a_newer_checkpoint_is_refused_in_words(tmp_path):
 
 
 @pytest.mark.parametrize("version", [0, -1, True, None, "3", 2.0, [3], VERSION + 1])
-def test_another_version_whose_hash_does_not_fit_is_damage_and_passed_over(version, tmp_path):
+def test_other_version_with_a_wrong_hash_is_skipped_as_damaged(version, tmp_path):
     good = shutil.copytree(OLDER / RUNS[-1] / "checkpoints" / AT, tmp_path / AT)
     folder = newer(tmp_path / "step-00000009")
     content = json.loads((folder / "manifest.json").read_text())
@@ -259,7 +259,7 @@ NEWER = {
 
 @pytest.mark.parametrize("resume", ["--resume", "--resume-or-start"])
 @pytest.mark.parametrize("make", NEWER, ids=lambda make: make.__name__)
-def test_a_newer_run_is_refused_before_anything_starts_and_left_as_it_is(make, resume, tmp_path, monkeypatch, capsys):
+def test_newer_run_is_refused_before_start_and_left_unchanged(make, resume, tmp_path, monkeypatch, capsys):
     run, file = copy_run(RUNS[-1], tmp_path)
     make(run)
     before = files_of(run)

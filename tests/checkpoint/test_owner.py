@@ -22,9 +22,9 @@ from paceline.checkpoint.owner import (
     RECORD,
     SILENT_S,
     TOKEN,
-    Here,
     Ownership,
     RunTakenError,
+    ThisHost,
     check_free,
     check_owner,
     keep_lock,
@@ -65,7 +65,7 @@ class Time:
 
 def host(name, each=lambda: None, boot=""):
     time = Time(each)
-    return Here(name, boot or f"boot of {name}", time, time.sleep)
+    return ThisHost(name, boot or f"boot of {name}", time, time.sleep)
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def touch(folder, ago_s=0.0):
     os.utime(folder / RECORD, (at, at))
 
 
-def test_a_folder_that_a_job_has_is_refused_with_its_name_and_what_to_do(tmp_path, said):
+def test_owned_run_directory_is_refused_with_its_owner_and_a_fix(tmp_path, said):
     folder = tmp_path / "a"
     first = take(folder, said.append, "another --job than a")
     before = (folder / RECORD).read_bytes()
@@ -128,7 +128,7 @@ def test_a_start_that_does_not_begin_leaves_the_folder_as_it_was(tmp_path, has_e
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_of_starts_at_the_same_time_one_gets_the_name_and_others_without_a_name_get_their_own(tmp_path, monkeypatch):
+def test_simultaneous_starts_never_share_a_run_directory(tmp_path, monkeypatch):
     monkeypatch.setattr(directory, "new_name", lambda script: "train-20260101-000000")
     had, refused = [], []
     together = threading.Barrier(6)
@@ -172,7 +172,7 @@ def test_what_a_killed_process_had_is_free_at_once(tmp_path, said):
     assert not said
 
 
-def test_processes_that_a_killed_command_leaves_are_waited_for_and_named(tmp_path, said, monkeypatch):
+def test_owner_waits_for_and_names_processes_of_a_killed_command(tmp_path, said, monkeypatch):
     monkeypatch.setattr(owners, "_POLL_S", 0.5)
     holder = started(tmp_path)
     holder.kill()
@@ -180,21 +180,21 @@ def test_processes_that_a_killed_command_leaves_are_waited_for_and_named(tmp_pat
     lock = os.open(tmp_path / LOCK, os.O_RDWR)
     try:
         owners.fcntl.flock(lock, owners.fcntl.LOCK_EX)
-        here = Here(clock=(time := Time()), sleep=time.sleep)
+        here = ThisHost(clock=(time := Time()), sleep=time.sleep)
         with pytest.raises(UsageError) as refused:
-            take(tmp_path, said.append, "", here=here)
+            take(tmp_path, said.append, "", this_host=here)
         assert "that process has ended, and others of its job have not" in refused.value.found
         assert f"`kill {os.getpid()}`" in refused.value.fix
         assert 29 < time.now < 32
         assert said == [f"waiting for the last processes of the job that had {tmp_path.name}: its command has ended"]
         time.now, time.each = 0.0, lambda: time.now > 5 and owners.fcntl.flock(lock, owners.fcntl.LOCK_UN)
-        take(tmp_path, said.append, "", here=here).release()
+        take(tmp_path, said.append, "", this_host=here).release()
         assert 5 < time.now < 7
     finally:
         os.close(lock)
 
 
-def test_a_process_that_was_forked_for_something_else_keeps_nothing(tmp_path, said):
+def test_owner_release_frees_a_lock_inherited_by_another_process(tmp_path, said):
     (tmp_path / "plan.json").touch()
     first = take(tmp_path, said.append, "")
     other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[first.lock])
@@ -229,7 +229,7 @@ def test_what_a_rank_forks_does_not_hold_the_lock(tmp_path, said):
     keep_lock({DESCRIPTOR: "999999"})
 
 
-def test_a_lock_on_a_file_that_was_removed_is_taken_on_the_new_one(tmp_path, said, monkeypatch):
+def test_owner_lock_on_a_removed_file_is_taken_on_the_new_file(tmp_path, said, monkeypatch):
     real = owners.fcntl.flock
     removed = []
 
@@ -248,10 +248,10 @@ def test_a_lock_on_a_file_that_was_removed_is_taken_on_the_new_one(tmp_path, sai
 
 @pytest.mark.usefixtures("local_locks")
 def test_an_owner_on_another_host_that_shows_life_is_refused(tmp_path, said):
-    take(tmp_path, said.append, "", here=host("h1"))
+    take(tmp_path, said.append, "", this_host=host("h1"))
     second = host("h2", each=lambda: second.clock.now > 9 and touch(tmp_path, 1.0))
     with pytest.raises(UsageError) as refused:
-        take(tmp_path, said.append, "another --job than a", here=second)
+        take(tmp_path, said.append, "another --job than a", this_host=second)
     assert f"process {os.getpid()} on h1, since" in refused.value.found
     assert f"`kill {os.getpid()}` on h1" in refused.value.fix
     assert second.clock.now < 12
@@ -260,10 +260,10 @@ def test_an_owner_on_another_host_that_shows_life_is_refused(tmp_path, said):
 
 
 @pytest.mark.usefixtures("local_locks")
-def test_an_owner_on_another_host_that_is_silent_is_taken_over_and_hears_of_it(tmp_path, said):
-    first = take(tmp_path, said.append, "", here=host("h1"))
+def test_owner_silent_on_another_host_is_replaced_and_informed(tmp_path, said):
+    first = take(tmp_path, said.append, "", this_host=host("h1"))
     second = host("h2")
-    owned = take(tmp_path, said.append, "", here=second)
+    owned = take(tmp_path, said.append, "", this_host=second)
     assert SILENT_S <= second.clock.now < SILENT_S + 5
     assert "is taken over: no sign of life of process" in said[1]
     assert first.is_taken()
@@ -277,11 +277,11 @@ def test_an_owner_on_another_host_that_is_silent_is_taken_over_and_hears_of_it(t
 
 
 @pytest.mark.usefixtures("local_locks")
-def test_an_owner_on_another_host_that_ends_meanwhile_is_waited_for_no_longer(tmp_path, said):
+def test_owner_that_ends_on_another_host_is_replaced_at_once(tmp_path, said):
     (tmp_path / "plan.json").touch()
-    first = take(tmp_path, said.append, "", here=host("h1"))
+    first = take(tmp_path, said.append, "", this_host=host("h1"))
     second = host("h2", each=lambda: second.clock.now == 3 and first.release())
-    take(tmp_path, said.append, "", here=second)
+    take(tmp_path, said.append, "", this_host=second)
     assert second.clock.now == 3
 
 
@@ -290,9 +290,9 @@ def test_an_owner_on_another_host_that_ends_meanwhile_is_waited_for_no_longer(tm
     ("second", "ago_s"), [(host("h2"), 3600.0), (host("h1", boot="another"), 0.0)], ids=["long ago", "rebooted"]
 )
 def test_nothing_is_waited_for_where_the_owner_can_not_live(tmp_path, said, second, ago_s):
-    take(tmp_path, said.append, "", here=host("h1"))
+    take(tmp_path, said.append, "", this_host=host("h1"))
     touch(tmp_path, ago_s)
-    take(tmp_path, said.append, "", here=second).check()
+    take(tmp_path, said.append, "", this_host=second).check()
     assert second.clock.now == 0
 
 
@@ -309,7 +309,7 @@ def test_on_a_disk_without_locks_the_living_process_counts(tmp_path, said):
 
 
 def test_an_owner_whose_number_another_process_has_now_is_dead(tmp_path):
-    here = Here()
+    here = ThisHost()
     owned = take(tmp_path, print, "")
     assert not here.knows_dead(owned.owner)
     before = owners.dataclasses.replace(owned.owner, started="1")
@@ -337,7 +337,7 @@ def test_a_record_of_impossible_values_is_none(tmp_path, name, value):
     assert read_owner(tmp_path) is None
 
 
-def test_what_a_record_says_is_shown_without_commands_of_a_terminal(tmp_path):
+def test_owner_record_is_shown_without_terminal_control_codes(tmp_path):
     owned = take(tmp_path, print, "")
     text = str(owners.dataclasses.replace(owned.owner, host="\x1b[2Jh", command="a\nb" * 100))
     assert text.isprintable()
@@ -345,7 +345,7 @@ def test_what_a_record_says_is_shown_without_commands_of_a_terminal(tmp_path):
     owned.release()
 
 
-def test_a_token_is_of_one_start_and_a_record_that_is_gone_takes_nothing_away(tmp_path):
+def test_owner_token_is_for_one_start_and_missing_record_passes(tmp_path):
     owned = take(tmp_path, print, "")
     token = owned.owner.token
     check_owner(tmp_path, token)
@@ -388,7 +388,7 @@ def test_what_runs_after_exec_has_what_was_taken(tmp_path):
     owned.release()
 
 
-def test_other_ranks_wait_until_rank_0_of_their_launch_has_the_folder(tmp_path, said):
+def test_owner_ranks_wait_until_rank_0_has_the_run_directory(tmp_path, said):
     wait_until_taken(tmp_path, "", "rank 1", said.append)  # nothing is known of the launch
     early = host("h1", each=lambda: early.clock.now > 5 and take(tmp_path, print, "", "job 7", host("h0")))
     wait_until_taken(tmp_path, "job 7", "rank 1", said.append, early)
@@ -419,7 +419,7 @@ def test_a_rank_of_a_job_that_lost_the_folder_may_not_save(tmp_path):
     owned.release()
 
 
-def test_a_save_under_way_publishes_and_removes_nothing_once_the_folder_is_anothers(tmp_path, monkeypatch):
+def test_save_in_progress_changes_nothing_after_owner_changes(tmp_path, monkeypatch):
     old = tmp_path / folder_name(1)
     old.mkdir()
     told = []

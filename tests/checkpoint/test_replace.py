@@ -83,13 +83,13 @@ def test_a_job_goes_on_from_a_checkpoint_that_was_being_replaced(tmp_path, monke
     assert [path.name[-2:] for path in list_checkpoints(checkpoints)] == ["15", "10", "05"]
 
 
-def test_a_killed_jobs_only_checkpoint_is_found_though_it_was_being_replaced(tmp_path, monkeypatch):
+def test_replace_keeps_the_only_checkpoint_findable_after_a_kill(tmp_path, monkeypatch):
     publish(tmp_path / "checkpoints" / "step-00000005", 5)
     crash_between_the_renames(tmp_path / "checkpoints" / "step-00000005", 5, monkeypatch)
     assert find_resume_point(tmp_path, print) is not None
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_says_how_to_train_anew(tmp_path):
+def test_resume_with_all_checkpoints_damaged_says_how_to_retrain(tmp_path):
     publish(tmp_path / "checkpoints" / "step-00000005", 5)
     (tmp_path / "checkpoints" / "step-00000005" / file_name(0)).unlink()
     with pytest.raises(CheckpointError) as caught:
@@ -107,7 +107,7 @@ def test_only_this_checkpoints_remains_are_removed(tmp_path):
     assert other.exists()
 
 
-def test_folders_that_somebody_named_otherwise_are_no_checkpoints(tmp_path):
+def test_checkpoint_list_ignores_folders_with_other_names(tmp_path):
     names = ["step-00000009", "step-00000010", "step-99999999", "step-100000000"]
     others = ["step-best", "step-00000010-copy", "step-10", "step-\u0661", f"step-{10**30}", ".replaced-step-x"]
     for name in [*names, *others]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from paceline.checkpoint import reshard
 from paceline.checkpoint.manifest_merge import as_hex, of_hex, sum_of
 from paceline.checkpoint.reshard import hash_of, put, take
-from paceline.checkpoint.shard_geometry import fault_of_cover, is_needed, is_sound, move, pieces
+from paceline.checkpoint.shard_geometry import boxes_of, fault_of_cover, is_needed, is_sound, move
 from paceline.checkpoint.tensor_file import DTYPES
 from paceline.nouns.shard_spec import FLAT, Cut, ShardSpec
 
@@ -94,7 +94,7 @@ def test_the_parts_of_a_tensor_give_it_back(case):
         local = take(full, part)
         assert local.shape == part.local_shape
         assert torch.equal(local, by_hand(full, part))
-        assert sum(piece.numel for piece in pieces(part)) == local.numel()
+        assert sum(box.numel for box in boxes_of(part)) == local.numel()
         put(again, part, local)
     assert torch.equal(again, full)
     assert fault_of_cover(shape, tuple(parts)) is None

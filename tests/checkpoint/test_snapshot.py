@@ -231,13 +231,13 @@ def test_ranks_with_other_groups_are_not_published(tmp_path):
     assert "is of a rank with 1" in failure.found
 
 
-def test_state_that_is_neither_the_parameters_shape_nor_a_number_is_refused_when_cut():
+def test_snapshot_refuses_cut_state_of_another_shape():
     model = make()
     optimizer = optimizer_of(model)
     steps(model, optimizer)
     optimizer.state[model[0].weight]["row"] = torch.zeros(7)
     whole, _ = snapshot.optimizer_state(model, optimizer, {}, 1)
-    assert whole["optimizer/row/0.weight"].held == LocalShard(ShardSpec((7,)), (0,))
+    assert whole["optimizer/row/0.weight"].shard == LocalShard(ShardSpec((7,)), (0,))
     held = {"0.weight": LocalShard(ShardSpec((7, 5), (Cut(0, (7,), 0, 1),)), (0,))}
     with pytest.raises(WorkloadError, match="it is of shape"):
         snapshot.optimizer_state(model, optimizer, held, 1)
@@ -253,9 +253,9 @@ def test_optimizer_state_alone_can_be_cut():
     for key in ("exp_avg", "exp_avg_sq"):
         optimizer.state[weight][key] = optimizer.state[weight][key].view(-1)[18:]
     parts, _ = snapshot.optimizer_state(model, optimizer, {"optimizer/0.weight": LocalShard(cut, (1,))}, 2)
-    assert parts["optimizer/exp_avg/0.weight"].held == LocalShard(cut, (1,))
+    assert parts["optimizer/exp_avg/0.weight"].shard == LocalShard(cut, (1,))
     assert "optimizer/step/0.weight" not in parts, "rank 0 has the first part and answers for the number"
-    assert parts["optimizer/step/0.bias"].held.holders == (0, 1)
+    assert parts["optimizer/step/0.bias"].shard.holders == (0, 1)
 
 
 @pytest.mark.parametrize("text", ["no JSON", "[1]", "null"])

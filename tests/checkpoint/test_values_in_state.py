@@ -149,7 +149,9 @@ def loop_on(rank, folder, plan, steps_taken):
         optimizer.zero_grad()
         job.backward(model(batch).square().mean(), weight=len(batch))
         optimizer.step()
-        weights.append([float(job.parallel.whole(each).detach().double().sum()) for each in model.parameters()])
+        weights.append(
+            [float(job.parallel.models.full_tensor(each).detach().double().sum()) for each in model.parameters()]
+        )
         if len(weights) == steps_taken:
             job.save(folder)
     job.close()
@@ -197,7 +199,7 @@ def test_what_no_checkpoint_can_keep_is_refused_before_a_step(name):
     assert said in str(caught.value)
 
 
-def test_state_of_another_shape_is_refused_where_parameters_are_cut():
+def test_state_of_another_shape_is_refused_for_cut_parameters():
     model = make()
     optimizer = put("own", [torch.zeros(7)])(model.parameters())
     check_can_save(model, optimizer, None, {}, 1)
@@ -235,7 +237,7 @@ def job_of(kept, plan="replicate=1"):
 @pytest.mark.parametrize("kept", [{"calls": 3, "of": (1, None)}, torch.arange(5), b"bytes", 2.5])
 def test_what_a_module_keeps_beside_tensors_comes_back(kept, tmp_path):
     job = job_of(kept)
-    assert "model.extra_state" in job.kept.kept
+    assert "model.extra_state" in job.kept_objects.objects
     job.step(next(job.batches()))
     job.save(tmp_path / "saved")
     other = job_of(None)
@@ -243,7 +245,7 @@ def test_what_a_module_keeps_beside_tensors_comes_back(kept, tmp_path):
     assert flat(other.model.extra.kept) == flat(kept)
 
 
-def test_an_extra_state_that_can_not_be_kept_is_refused_where_it_is_saved(tmp_path, monkeypatch):
+def test_extra_state_that_cannot_be_kept_is_refused_when_saved(tmp_path, monkeypatch):
     job = job_of([object()])
     job.step(next(job.batches()))  # no checkpoint was asked for
     with pytest.raises(WorkloadError, match=r"what get_extra_state\(\) of the model's modules returns"):
@@ -258,7 +260,7 @@ def save_apart(rank, folder):
     """What is said, and what is there after a load, where ranks have other extra states."""
     job = job_of({"calls": rank}, "replicate=2")
     said = []
-    job.kept.notice = said.append
+    job.kept_objects.notice = said.append
     for number, _ in zip(range(2), map(job.step, job.batches()), strict=False):
         job.save(f"{folder}-{number}")
     job.load(f"{folder}-1")

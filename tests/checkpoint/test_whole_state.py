@@ -23,10 +23,10 @@ CELLS = [(kind, plan) for kind in KINDS for plans in GOES_ON.values() for plan i
 
 
 def state_of(job):
-    held = job.parallel.held()
+    held = job.parallel.local_shards()
     parts = snapshot.model_parts(job.model, held, job.size)
     more, description = snapshot.optimizer_state(job.model, job.optimizer, held, job.size)
-    state = {name: (part.tensor.clone(), part.held.shard_spec) for name, part in {**parts, **more}.items()}
+    state = {name: (part.tensor.clone(), part.shard.shard_spec) for name, part in {**parts, **more}.items()}
     for name, number in description["numbers"].items():
         state[name] = (torch.tensor(number), ShardSpec(()))
     return state
@@ -158,7 +158,7 @@ def train_with_groups_of_one(rank, plan, folder):
     return [job.step(batch) for batch in job.batches()][-3:]
 
 
-def test_what_an_optimizer_counts_in_groups_goes_on_where_a_rank_owns_nothing_of_some(tmp_path):
+def test_whole_state_group_counts_resume_on_ranks_without_a_part(tmp_path):
     expected = run_ranks(1, train_with_groups_of_one, "replicate=1", "")[0]
     run_ranks(2, save_with_groups_of_one, str(tmp_path / "saved"))
     for plan in ("replicate=1", "shard=2"):

@@ -233,6 +233,24 @@ def test_a_call_of_prepare(case, tmp_path, monkeypatch, capsys):
         assert "loop.py, line 3" in error
 
 
+@pytest.mark.parametrize("command", ["verify", "plan"])
+@pytest.mark.parametrize(
+    ("code", "trainer"),
+    [
+        ("from paceline.integrations import lightning as pl\npl.Strategy()\n", "Lightning's Trainer"),
+        ("from paceline.integrations.accelerate import Accelerator\nAccelerator()\n", "Accelerate's Accelerator"),
+    ],
+)
+def test_steps_on_batches_of_each_rank_are_not_taken(code, trainer, command, tmp_path, monkeypatch, capsys):
+    (tmp_path / "train.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("subprocess.Popen", refuse_to_start)
+    assert exit_code([command, "-n", "2", "train.py"]) == 2
+    error = capsys.readouterr().err.strip()
+    assert THREE_PARTS.match(error), error
+    assert f"train.py trains by {trainer}" in error
+
+
 # Commands whose output file is there, and no output of such a command; and what they would write it from.
 @pytest.mark.parametrize("words", [["profile", "-o", "tiny.py", "tiny.py"], ["timeline", "a", "-o", "tiny.py"]])
 def test_a_program_is_not_written_over(words, tmp_path, monkeypatch, capsys):

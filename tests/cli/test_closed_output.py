@@ -82,6 +82,6 @@ def test_another_broken_pipe_is_not_taken_for_the_output(monkeypatch):
     def broken(arguments):
         raise BrokenPipeError(32, "Broken pipe")
 
-    monkeypatch.setattr("paceline.cli.explain.run", broken)
+    monkeypatch.setattr("paceline.cli.explain_command.run", broken)
     with pytest.raises(BrokenPipeError):
         main(["explain"])

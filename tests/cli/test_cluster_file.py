@@ -8,9 +8,10 @@ import re
 import pytest
 
 from paceline.cli.main import main
-from paceline.launch.cluster_file import MOST_BYTES, TABLES, ClusterFile, displayed, read_cluster_file
 from paceline.nouns.errors import UsageError
 from paceline.nouns.plan import Plan
+from paceline.run.cluster_file import MOST_BYTES, ClusterFile, displayed, read_cluster_file
+from paceline.run.job_settings import TABLES
 
 FILE = "import paceline\nworkload = paceline.Workload(**{})\n"
 WHOLE = """
@@ -95,7 +96,7 @@ def test_ray(folder, capsys, monkeypatch):
     assert job["bundles"] == [{"CPU": 0.5, "GPU": 1.0}] * 2
 
 
-def test_rays_own_variable_names_the_cluster_where_the_file_does_not(folder, capsys, monkeypatch):
+def test_cluster_file_without_address_uses_the_ray_variable(folder, capsys, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     assert json.loads(dry_run(capsys, *RAY, "-n", "2"))["address"] == "h1:6379"
     (folder / "cluster.toml").write_text("")
@@ -199,9 +200,9 @@ BAD = {
     "an accelerator of none": (IMAGE + 'accelerator = "amd.com/gpu"\n', PODS, "[kubernetes] accelerator in cluster.toml does not apply", "has none", "add --gpus N"),
     "servers' CPUs without servers": (IMAGE + 'server_cpu = "2"\n', PODS, "[kubernetes] server_cpu in cluster.toml does not apply", "no servers", "server=2"),
     "a gang without a queue": (IMAGE + 'gang = "kueue"\n', PODS, "gang=kueue", "([kubernetes] gang in cluster.toml)", "write the queue that the cluster's administrator names, with --queue"),
-    "a flag that contradicts the file": (IMAGE + 'queue = "ml"\n', [*PODS, "--gang", "none"], "the queue 'ml'", "([kubernetes] queue in cluster.toml)", "leave it out"),
-    "a gang that the flag's kind can't have": (IMAGE + 'gang = "native"\n', [*PODS, "--kind", "mpijob"], "gang=native with kind=mpijob", "([kubernetes] gang in cluster.toml)", "jobset"),
-    "a memory below /dev/shm": (IMAGE + 'shm = "4Gi"\n', PODS, "a /dev/shm of 4Gi", "([kubernetes] shm in cluster.toml)", "more memory"),
+    "a flag that contradicts the file": (IMAGE + 'queue = "ml"\n', [*PODS, "--gang", "none"], "the queue 'ml'", "([kubernetes] queue in cluster.toml, flag --gang)", "leave it out"),
+    "a gang that the flag's kind can't have": (IMAGE + 'gang = "native"\n', [*PODS, "--kind", "mpijob"], "gang=native with kind=mpijob", "([kubernetes] gang in cluster.toml, flag --kind)", "jobset"),
+    "a memory below /dev/shm": (IMAGE + 'shm = "4Gi"\n', PODS, "a /dev/shm of 4Gi", "([kubernetes] shm in cluster.toml, [kubernetes] memory in cluster.toml)", "more memory"),
     "no user": (IMAGE + "user = 0\n", PODS, "the job's user", "([kubernetes] user in cluster.toml)", "write 1"),
     "a toleration without a key": (IMAGE + 'toleration = ["=x"]\n', PODS, "--toleration =x", "([kubernetes] toleration in cluster.toml)", "NoSchedule"),
     "what only the file could say": ("[slurm]\n", PODS, "can't make a job for Kubernetes", "--image is not given", "image under [kubernetes] in the cluster file"),
@@ -318,7 +319,7 @@ def test_explain_of_a_job_on_this_host_is_that_of_its_flags(folder, capsys):
     assert of_command == of_flags
 
 
-def test_explain_of_a_command_shows_where_the_job_is_kept_and_when_it_saves(folder, capsys, monkeypatch):
+def test_explain_run_shows_run_directory_and_checkpoint_interval(folder, capsys, monkeypatch):
     words = [
         "--job",
         "a",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.completion import SHELLS, verb_asked_for
+from paceline.cli.completion_command import SHELLS, verb_asked_for
 from paceline.cli.main import VERBS, main
 
 # Calls the function that completes, as bash does, and prints what it found.
@@ -56,6 +56,8 @@ LINES = {
     "a run of a command below": ("paceline runs show fi", ["fine-tuned", "first"]),
     "a run elsewhere": ("paceline logs --runs elsewhere f", ["far"]),
     "a choice": ("paceline completion f", ["fish"]),
+    "a choice of a flag": ("paceline submit kubernetes --gang k", ["kai", "kueue"]),
+    "a choice of a flag of run": ("paceline run --on s", ["ssh"]),
     "nothing": ("paceline zzz", []),
 }
 

@@ -30,7 +30,11 @@ mounts = pytest.mark.skipif(not can_unshare(), reason="needs a mount namespace o
 def _known_torch(tmp_path, monkeypatch):
     """torch is imported once, in the test of the whole: here a module of that name says what is asked of it."""
     (tmp_path / "fake").mkdir()
-    lines = ["__version__ = '2.13.0'", "class version: cuda = hip = None", "class _C: _c10d_init = 1"]
+    lines = [
+        "__version__ = '2.13.0'",
+        "class version: cuda = hip = None",
+        "class distributed: is_available = staticmethod(lambda: True)",
+    ]
     (tmp_path / "fake" / "torch.py").write_text("\n".join(lines))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fake"), prepend=os.pathsep)
     for name in ("OMP_NUM_THREADS", "MASTER_PORT", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "RANK"):

@@ -155,7 +155,7 @@ def test_a_host_that_is_to_start_its_ranks(settings):
     )
 
 
-def test_variables_that_change_a_job_are_shown_and_secrets_are_not(settings):
+def test_explain_shows_variables_of_the_job_and_hides_secrets(settings):
     shown = {
         "NCCL_DEBUG": "INFO",
         "GLOO_SOCKET_IFNAME": "lo",

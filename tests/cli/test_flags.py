@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.cli.flags import RULES, RUN_FLAGS, _actions
+from paceline.cli.flags import RULES, actions_of
 from paceline.cli.main import main
-from paceline.launch.cluster_file import TABLES
 from paceline.launch.plan_choice import PlanRequest, choose_plan
-from paceline.run.request import ELASTIC, NAMED_RANK, NODE, PLACES, RANK
+from paceline.run.job_settings import ELASTIC, JOB, NAMED_RANK, NODE, PLACES, RANK, RUN_PLACES, TABLES
 
 KINDS = (*PLACES, ELASTIC, NODE, NAMED_RANK, RANK)
 FILE = "import sys\nimport paceline\nprint(sys.argv)\n"
@@ -38,9 +37,9 @@ SUBMIT = ["submit", "kubernetes"]
 def flags_of(verb):
     """Every flag of a command, by the name of its value: the flag, and a value that it may have."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    importlib.import_module(f"paceline.cli.{verb}").add_arguments(parser)
+    importlib.import_module(f"paceline.cli.{verb}_command").add_arguments(parser)
     found = {}
-    for action in _actions(parser):
+    for action in actions_of(parser):
         if action.option_strings and action.dest != "help":
             value = VALUES.get(action.dest, "1")
             found[action.dest] = [action.option_strings[0], *([] if action.nargs == 0 else [value])]
@@ -55,8 +54,9 @@ RUN = flags_of("run")
 
 
 def test_every_flag_of_run_has_its_places():
-    assert set(RUN) == set(RUN_FLAGS)
-    assert all(places and places <= set(KINDS) for places in RUN_FLAGS.values())
+    assert set(RUN) == {name for name, setting in JOB.items() if setting.places & RUN_PLACES}
+    assert set(KINDS) == RUN_PLACES
+    assert all(setting.places for setting in JOB.values())
 
 
 def test_every_rule_is_about_flags_that_there_are():
@@ -80,11 +80,11 @@ def nothing_starts(tmp_path, monkeypatch):
     (tmp_path / "hosts").write_text("h1:2")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("subprocess.Popen", reached)
-    monkeypatch.setattr("paceline.cli.run.start", reached)
+    monkeypatch.setattr("paceline.cli.run_command.start", reached)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_flag_of_run_is_refused_exactly_where_it_changes_nothing(kind, nothing_starts, monkeypatch, capsys):
+def test_flags_of_run_are_refused_exactly_where_without_effect(kind, nothing_starts, monkeypatch, capsys):
     asked, environment = ASKED[kind]
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -98,7 +98,7 @@ def test_a_flag_of_run_is_refused_exactly_where_it_changes_nothing(kind, nothing
             code = 0
         said = capsys.readouterr().err
         is_refused = code == 2 and f": {words[0]} " in said and f"leave {words[0]} out" in said
-        if is_refused == (kind in RUN_FLAGS[name]):
+        if is_refused == (kind in JOB[name].places):
             wrong.append((words, said))
     assert not wrong
 
@@ -154,7 +154,7 @@ def test_a_flag_after_the_file_is_refused(verb, nothing_starts, capsys):
         assert "write it before train.py" in capsys.readouterr().err
 
 
-def test_what_to_write_for_a_flag_of_the_files_own_has_all_its_arguments(tmp_path, monkeypatch, capsys):
+def test_flags_of_the_file_are_advised_with_all_their_arguments(tmp_path, monkeypatch, capsys):
     (tmp_path / "train.py").write_text(FILE)
     monkeypatch.chdir(tmp_path)
     assert main(["run", "train.py", "--lr", "1", "--plan", "a b"]) == 2
@@ -256,7 +256,7 @@ def parsers():
     found = {}
     for verb in ("run", "submit"):
         parser = argparse.ArgumentParser(prog=verb, allow_abbrev=False)
-        importlib.import_module(f"paceline.cli.{verb}").add_arguments(parser)
+        importlib.import_module(f"paceline.cli.{verb}_command").add_arguments(parser)
         below = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
         found |= {f"{verb} {name}": one for name, one in below[0].items()} if below else {verb: parser}
     return found

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from paceline.cli.main import main
-from paceline.run import output
-from paceline.run.output import FILE, OutputLog, read_lines
+from paceline.run import rank_output as output
+from paceline.run.rank_output import FILE, OutputLog, read_lines
 
 from support.jobs import command, marked, paceline, start, wait_for, write_workload
 

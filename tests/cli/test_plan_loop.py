@@ -108,6 +108,7 @@ def test_what_does_not_fit_fits_with_its_state_in_parts(tmp_path):
 
 
 @SLOW
+@pytest.mark.complete  # which ways there are: tests/plan/test_memory_report.py
 def test_moments_that_can_not_be_had_in_fewer_bits_are_told_once(tmp_path):
     (tmp_path / "large.py").write_text(LARGE.replace("torch.optim.AdamW(", "torch.optim.SGD(lr=0.1, params="))
     ended = planned(tmp_path, "--explain-oom", "--device", "0.6GB", "large.py", "2048")

@@ -9,9 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from compare import jobs, planner, published_table, step, strategies
-from paceline.cli import export, plan, plan_memory, profile
+from paceline.cli import export_command as export
+from paceline.cli import plan_command as plan
+from paceline.cli import plan_memory
+from paceline.cli import profile_command as profile
 from paceline.demo import report as demo
-from paceline.doctor import report as doctor
+from paceline.doctor import findings_report as doctor
 from paceline.doctor.finding import Finding
 from paceline.nouns.device import Device
 from paceline.nouns.plan import Plan

@@ -13,10 +13,10 @@ import pytest
 from paceline.checkpoint.owner import take
 from paceline.cli.main import main
 from paceline.nouns.plan import Plan
-from paceline.nouns.record import elapsed_s
-from paceline.run import summary
-from paceline.run.speed import speed_of
-from paceline.run.supervise.progress import Progress, speed
+from paceline.nouns.step_record import elapsed_s, samples_per_s
+from paceline.run.read import runs as summary
+from paceline.run.read.runs import speed_of
+from paceline.run.supervise.progress import Progress
 
 
 def plan_of(text):
@@ -307,7 +307,7 @@ def test_a_damaged_run_is_listed_and_shown_with_what_can_be_read(case, runs, cap
         assert summary.read_run(runs / "old").step == 6
 
 
-def test_a_copy_of_a_run_has_ended_whatever_the_times_of_its_files(runs, capsys):
+def test_runs_copy_has_ended_regardless_of_its_file_times(runs, capsys):
     now = time.time_ns() / 1e9
     os.utime(runs / "old" / "job.json", (now, now))
     assert summary.read_run(runs / "old").status == "done"
@@ -368,7 +368,7 @@ def test_a_clock_that_is_set_while_a_job_runs_changes_no_speed(jump, tmp_path):
     folder = make(tmp_path, "a", [START, *steps])
     found = speed_of(folder, summary.read_run(folder))
     assert (found.samples_per_s, found.left_s) == (pytest.approx(8.0), pytest.approx(2.0))
-    assert speed(steps) == pytest.approx(8.0)
+    assert samples_per_s(steps) == pytest.approx(8.0)
     told = Progress(folder)
     for event in (START, *steps):
         told._take(event)
@@ -376,7 +376,7 @@ def test_a_clock_that_is_set_while_a_job_runs_changes_no_speed(jump, tmp_path):
 
 
 @pytest.mark.parametrize("times", [None, {}, {"data": "x"}, {"data": float("nan")}, [1.0]])
-def test_a_record_without_sound_times_has_the_time_between_events(times):
+def test_runs_elapsed_time_without_valid_times_is_between_events(times):
     steps = [step(1, 1.0), step(2, 1.0, times=times)]
     assert elapsed_s(steps) == (0.0 if times and times != [1.0] and times["data"] != "x" else 1.0)
     assert elapsed_s(steps[:1]) == elapsed_s([]) == 0.0

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from support.documented_commands import ROOT
 from support.jobs import paceline
-from support.shown import ROOT
 
 FILES = {"context": "long.py", "experts": "mixture.py"}
 TEXTS = {page: (ROOT / "docs" / f"{page}.md").read_text() for page in FILES}

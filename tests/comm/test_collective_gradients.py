@@ -298,7 +298,7 @@ def refusals(rank):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_what_has_no_gradient_or_mean_is_refused_before_anything_is_sent(size):
+def test_collective_without_gradient_or_mean_is_refused_unsent(size):
     for said, rows in run_ranks(size, refusals):
         assert said == {name: parts for name, (_, *parts) in REFUSED.items()}
         assert rows == []
@@ -320,7 +320,7 @@ def advice(rank):
     return {op: the_way_round(op) for op in ("min", "max", "product")}
 
 
-def test_the_advice_for_min_max_and_product_gives_their_gradients():
+def test_collective_gradient_advice_for_min_max_product_is_right():
     first, second = run_ranks(2, advice)
     assert first == {"min": [2.0, 2.0], "max": [0.0, 0.0], "product": [8.0, 12.0]}  # of the sum of two equal losses
     assert second == {"min": [0.0, 0.0], "max": [2.0, 2.0], "product": [4.0, 6.0]}

@@ -8,8 +8,8 @@ import pytest
 import safetensors.torch
 import torch
 
+from support.documented_commands import ROOT
 from support.jobs import paceline
-from support.shown import ROOT
 
 PAGE = (ROOT / "docs" / "collectives.md").read_text()
 (EXAMPLE,) = re.findall(r"^<!-- test: contrastive.py -->\n```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)

@@ -242,7 +242,7 @@ def test_a_host_that_contradicts_itself(case):
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_every_launchers_environment_is_refused_beside_another_rank(launcher):
+def test_contradiction_of_each_launcher_and_paceline_is_refused(launcher):
     """Whatever else is set, `paceline run` on two ranks and another launcher on four do not fit together."""
     environment = {**LAUNCHERS[launcher]((4,), 2), **paceline((2,), 1)}
     if launcher != "paceline run":

@@ -87,7 +87,7 @@ def test_mpi_ranks_that_go_round_the_hosts():
         assert at.is_cross_computed
 
 
-def test_where_the_launcher_says_no_host_it_is_said_to_be_computed():
+def test_launcher_without_a_host_has_cross_rank_marked_computed():
     at = find_position(open_mpi((2, 2), 3) | MASTER)
     assert at.origins["rank"] == "OMPI_COMM_WORLD_RANK=3"
     assert at.origins["cross_rank"] == "computed: rank / local size"
@@ -309,5 +309,7 @@ def test_a_host_among_hosts(case):
 
 
 def test_no_torch_is_needed():
-    code = "import sys, paceline.rendezvous.launcher_env, paceline.cli.explain; assert 'torch' not in sys.modules"
+    code = (
+        "import sys, paceline.rendezvous.launcher_env, paceline.cli.explain_command; assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -10,7 +10,7 @@ from paceline.comm.ledger import Ledger
 from paceline.comm.reducer import MAX_EXCHANGING, ExchangeReducer, GroupReducer, message_reducer
 from paceline.nouns.errors import PeerLostError
 from paceline.nouns.mesh import Mesh
-from paceline.parallel.apply import open_comms
+from paceline.parallel.engine.engine import open_comms
 
 from support.ranks import run_ranks
 
@@ -41,7 +41,7 @@ def sums(rank, turns):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_sums_are_those_of_an_all_reduce_and_bit_equal_everywhere(ranks):
+def test_exchange_sums_equal_all_reduce_and_agree_bit_for_bit(ranks):
     turns = 4
     answers = run_ranks(ranks, sums, turns)
     for kind, (exchanged, reduced), entered in answers:

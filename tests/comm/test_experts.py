@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.comm.experts import ExpertExchanges
+from paceline.graph.expert.expert_exchanges import ExpertExchanges
 
 from support.ranks import preload, run_ranks
 
 pytestmark = pytest.mark.slow
-preload("paceline.comm.experts")
+preload("paceline.graph.expert.expert_exchanges")
 
 EXPERTS, WIDTH = 5, 3
 COUNTS = {
@@ -88,7 +88,7 @@ def select_and_join(rank):
     return mine.detach(), joined.detach(), gradient, exchanges.own_ends(ends).tolist()
 
 
-def test_rows_that_all_have_are_computed_by_the_rank_of_their_expert():
+def test_experts_compute_replicated_rows_on_the_experts_rank():
     counts = COUNTS["uneven"][0]
     rows, factor = rows_of(counts, 0), factors(counts)
     answers = run_ranks(3, select_and_join)

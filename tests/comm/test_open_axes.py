@@ -11,7 +11,7 @@ from paceline.nouns.errors import PeerLostError
 from paceline.nouns.mesh import Mesh
 
 
-def test_a_rank_that_ends_while_the_others_connect_is_named_as_the_cause(monkeypatch):
+def test_open_axes_reports_a_rank_that_ends_while_others_connect(monkeypatch):
     """What Gloo says then; seen where one rank could not open its data."""
 
     def connection_closed(ranks):

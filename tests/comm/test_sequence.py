@@ -9,12 +9,12 @@ import torch
 from torch.nn import functional as F
 
 from paceline.comm.differentiable import take_piece
-from paceline.comm.sequence import AttentionSplit, SequenceExchanges
+from paceline.graph.context.context_exchanges import AttentionSplit, SequenceExchanges
 
 from support.ranks import preload, run_ranks
 
 pytestmark = pytest.mark.slow
-preload("paceline.comm.sequence")
+preload("paceline.graph.context.context_exchanges")
 
 WIDTH = 4
 # Of queries and keys: halves that mirror each other, one block, sizes that don't divide, a joined piece at the front.

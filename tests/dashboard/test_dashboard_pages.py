@@ -285,7 +285,7 @@ def test_a_constant_stands_in_the_middle_of_its_axis(charts):
     assert low < -1 < 4 < high
 
 
-def test_a_curve_is_drawn_on_a_logarithm_and_what_has_none_is_counted(charts):
+def test_dashboard_logarithmic_axis_counts_points_not_shown(charts):
     page = charts.page
     figure = page.locator("figure[data-name=loss]")
     figure.get_by_label("loss on a logarithmic axis").check()

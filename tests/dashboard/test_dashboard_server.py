@@ -17,12 +17,14 @@ import pytest
 from starlette.requests import Request
 
 from paceline.cli.main import main
+from paceline.dashboard import charts
 from paceline.dashboard.access import Access, token_of
 from paceline.dashboard.app import Dashboard
+from paceline.dashboard.charts import curves_of
 from paceline.dashboard.run_facts import _AXIS_MEANING, end_of, history
 from paceline.dashboard.run_list import RunList, chosen
 from paceline.nouns.errors import UsageError
-from paceline.run.summary import read_run
+from paceline.run.read.runs import read_run
 
 from support.dashboards import TOKEN, dashboard, make_run, start_event, step_event, write_events
 from support.jobs import write_workload
@@ -306,15 +308,14 @@ def test_without_the_extra_it_says_what_to_install(tmp_path):
     assert "pip install 'paceline[dashboard]'" in done.stderr
 
 
-def test_curves_of_a_part_are_not_called_complete_by_another_request(tmp_path, monkeypatch):
+def test_dashboard_partial_curves_are_never_called_complete(tmp_path, monkeypatch):
     folder = make_run(tmp_path / "runs", "a")
     pages = Dashboard(tmp_path / "runs")
     index = pages._index(folder)
     read_on = index.read_on
-    index.size = folder.joinpath("events.jsonl").stat().st_size
-    monkeypatch.setattr(index, "read_on", lambda seconds: None)
-    curves = index.curves
-    monkeypatch.setattr(index, "curves", lambda *points: [curves(*points), read_on(1.0)][0])
+    index.follower.size = folder.joinpath("events.jsonl").stat().st_size
+    monkeypatch.setattr(index, "read_on", lambda seconds: index)
+    monkeypatch.setattr(charts, "curves_of", lambda *wanted: [curves_of(*wanted), read_on(1.0)][0])
     scope = {
         "type": "http",
         "method": "GET",
@@ -438,7 +439,7 @@ def page_of(runs: Path, page: str, job: str = "") -> str:
     return getattr(Dashboard(runs), page)(Request(scope)).body.decode()
 
 
-def test_a_failed_run_begins_with_its_error_and_the_command_that_goes_on(tmp_path):
+def test_dashboard_failed_run_has_error_and_resume_command_first(tmp_path):
     text = failed_run(tmp_path, FAILURE)
     assert "rank 1, step 7 failed first: BatchError: a batch should have samples: it has &lt;none&gt;" in text
     assert "fix: look at the loader" in text

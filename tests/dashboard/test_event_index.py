@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import fields
 
 import numpy as np
 import pytest
 
-from paceline.dashboard.event_index import EventIndex, decimated
-from paceline.run.summary import read_details
+from paceline.dashboard.charts import curves_of, decimated
+from paceline.nouns.step_record import StepRecord
+from paceline.run.read.event_columns import EventIndex
+from paceline.run.read.runs import read_details
 
 from support.dashboards import start_event, step_event, write_events
 
@@ -22,12 +25,12 @@ def read(path) -> EventIndex:
             return index
 
 
-def test_steps_that_were_taken_again_count_once_by_their_last_value(tmp_path):
+def test_event_index_counts_repeated_steps_once_by_last_value(tmp_path):
     path = tmp_path / "events.jsonl"
     again = [{"event": "resumed", "at": 1.0, "step": 2, "position": 64, "path": "x"}]
     again += [step_event(number, loss=10.0 * number) for number in (3, 4)]
     write_events(path, [start_event(5), *(step_event(number, loss=float(number)) for number in range(1, 6)), *again])
-    curve = read(path).curves(100)["loss"]
+    curve = curves_of(read(path), 100)["loss"]
     # The fifth step is from before the job went back: it has not been taken again.
     assert curve.step.tolist() == [1, 2, 3, 4]
     assert curve.mean.tolist() == [1, 2, 30, 40]
@@ -50,7 +53,7 @@ def test_losses_that_are_not_finite_are_counted_and_are_gaps(tmp_path):
     path = tmp_path / "events.jsonl"
     losses = [1.0, math.nan, math.inf, 2.0]
     write_events(path, [start_event(4), *(step_event(number, loss=loss) for number, loss in enumerate(losses, 1))])
-    curve = read(path).curves(10)["loss"]
+    curve = curves_of(read(path), 10)["loss"]
     assert curve.not_finite == 2
     assert np.isnan(curve.mean).tolist() == [False, True, True, False]
 
@@ -74,7 +77,7 @@ def test_a_torn_last_line_is_read_when_it_is_whole(tmp_path):
     with path.open("a") as file:
         file.write(whole[30:])
     index.read_on(1.0)
-    assert index.curves(10)["loss"].mean.tolist() == [3.0, 5.0]
+    assert curves_of(index, 10)["loss"].mean.tolist() == [3.0, 5.0]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +92,7 @@ def test_a_torn_last_line_is_read_when_it_is_whole(tmp_path):
 def test_lines_that_are_no_events_are_passed_over(tmp_path, line):
     path = tmp_path / "events.jsonl"
     write_events(path, [start_event(3), step_event(1), line, step_event(2), step_event(3)])
-    found = read(path).curves(10)
+    found = curves_of(read(path), 10)
     assert found["loss"].step.tolist()[-3:] == [1, 2, 3]
     assert "lr" not in found
 
@@ -102,7 +105,7 @@ def test_the_loops_own_numbers_and_evaluations_have_curves(tmp_path):
         {"event": "logged", "at": 1.0, "step": 3, "lr": 0.2},
     ]
     write_events(path, [start_event(3), *(step_event(number) for number in (1, 2, 3)), *more])
-    found = read(path).curves(10)
+    found = curves_of(read(path), 10)
     assert found["lr"].mean.tolist() == [0.1, 0.2]
     assert found["step"].mean.tolist() == [7.0]
     assert found["evaluation loss"].mean.tolist() == [0.5]
@@ -112,7 +115,7 @@ def test_the_loops_own_numbers_and_evaluations_have_curves(tmp_path):
 def test_rates_are_left_out_where_they_say_nothing(tmp_path):
     path = tmp_path / "events.jsonl"
     write_events(path, [start_event(2), step_event(1), step_event(2)])
-    found = read(path).curves(10)
+    found = curves_of(read(path), 10)
     assert found["samples per second"].mean.tolist() == [640.0, 640.0]
     assert "weight per second" not in found, "it is the number of samples"
     assert "gradient norm" not in found
@@ -120,7 +123,7 @@ def test_rates_are_left_out_where_they_say_nothing(tmp_path):
     write_events(
         path, [start_event(2), step_event(1, **tokens), step_event(2, **tokens), *[step_event(3, **tokens)] * 3]
     )
-    found = read(path).curves(10)
+    found = curves_of(read(path), 10)
     assert "samples per second" not in found
     assert found["weight per second"].mean[0] == 4096 / 0.05
 
@@ -146,58 +149,58 @@ def test_another_run_under_the_same_name_is_read_anew(tmp_path):
     assert index.count("step") == 0
     write_events(path, [start_event(1), step_event(1, loss=8.0)])
     index.read_on(1.0)
-    assert index.curves(10)["loss"].mean.tolist() == [8.0]
+    assert curves_of(index, 10)["loss"].mean.tolist() == [8.0]
 
 
 def test_before_all_is_read_some_of_the_rest_is_shown(tmp_path, monkeypatch):
-    monkeypatch.setattr("paceline.dashboard.event_index._CHUNK", 4096)
+    monkeypatch.setattr("paceline.nouns.reading._READ_BYTES", 4096)
     path = tmp_path / "events.jsonl"
     write_events(path, [start_event(5000), *(step_event(number) for number in range(1, 5001))])
     index = EventIndex(path)
     index.read_on(0.0)
     assert index.share == 0.0
     index.read_on(1e-9)
-    curve = index.curves(100)["loss"]
+    curve = curves_of(index, 100)["loss"]
     assert curve.step[-1] > 4900, "the end of the job is seen at once"
     assert 50 < len(curve.step) <= 100
     index.read_on(60.0)
     assert index.is_complete
-    assert index.curves(10_000)["loss"].step.tolist() == list(range(1, 5001))
+    assert curves_of(index, 10_000)["loss"].step.tolist() == list(range(1, 5001))
 
 
 def test_the_steps_that_are_asked_for(tmp_path):
     path = tmp_path / "events.jsonl"
     write_events(path, [start_event(50), *(step_event(number) for number in range(1, 51))])
-    assert read(path).curves(100, 10, 12)["loss"].step.tolist() == [10, 11, 12]
+    assert curves_of(read(path), 100, 10, 12)["loss"].step.tolist() == [10, 11, 12]
 
 
-def test_a_number_that_the_loop_calls_loss_does_not_replace_the_losses(tmp_path):
+def test_event_index_keeps_logged_loss_apart_from_step_losses(tmp_path):
     path = tmp_path / "events.jsonl"
     own = [{"event": "logged", "at": 1.0, "step": 2, "loss": 100.0, "evaluation loss": 5.0}]
     write_events(path, [start_event(2), step_event(1), step_event(2), *own])
-    found = read(path).curves(10)
+    found = curves_of(read(path), 10)
     assert found["loss"].mean.tolist() == [3.0, 1.5]
     assert found["logged loss"].mean.tolist() == [100.0]
     assert found["logged evaluation loss"].mean.tolist() == [5.0]
 
 
-def test_the_pace_is_that_of_paceline_runs(tmp_path):
+def test_event_index_pace_is_of_newest_attempt_after_first_step(tmp_path):
     path = tmp_path / "events.jsonl"
     first = [start_event(9), *(step_event(number, seconds=9.0) for number in (1, 2, 3))]
     second = [start_event(9), *(step_event(number, seconds=number / 10) for number in (3, 4, 5, 9))]
     write_events(path, [*first, *second])
-    details = read_details(tmp_path)
-    assert read(path).pace() == (pytest.approx(0.5), pytest.approx(32 * 3 / 1.8))
-    assert read(path).pace() == (pytest.approx(details.seconds_per_step), pytest.approx(details.samples_per_s))
+    for details in (read_details(tmp_path), read_details(tmp_path, read(path))):
+        assert details.seconds_per_step == pytest.approx(0.5)
+        assert details.samples_per_s == pytest.approx(32 * 3 / 1.8)
 
 
-def test_norms_that_are_infinite_are_counted_and_missing_ones_are_not(tmp_path):
+def test_event_index_counts_infinite_norms_but_not_missing_ones(tmp_path):
     path = tmp_path / "events.jsonl"
     norms = [1.0, None, math.inf, 2.0]
     write_events(
         path, [start_event(4), *(step_event(number, gradient_norm=norm) for number, norm in enumerate(norms, 1))]
     )
-    assert read(path).curves(10)["gradient norm"].not_finite == 1
+    assert curves_of(read(path), 10)["gradient norm"].not_finite == 1
 
 
 def test_a_file_that_another_was_copied_over_is_read_anew(tmp_path):
@@ -206,7 +209,7 @@ def test_a_file_that_another_was_copied_over_is_read_anew(tmp_path):
     index = read(path)
     write_events(path, [start_event(9, at=7.0), *(step_event(number, loss=1.0) for number in range(1, 10))])
     index.read_on(1.0)
-    assert index.curves(99)["loss"].mean.tolist() == [1.0] * 9
+    assert curves_of(index, 99)["loss"].mean.tolist() == [1.0] * 9
 
 
 def test_more_names_than_have_a_curve_are_told(tmp_path):
@@ -215,4 +218,15 @@ def test_more_names_than_have_a_curve_are_told(tmp_path):
     write_events(path, [start_event(1), step_event(1), {"event": "logged", "at": 1.0, "step": 1, **many}])
     index = read(path)
     assert index.is_cut
-    assert len(index.curves(9)) < 250
+    assert len(curves_of(index, 9)) < 250
+
+
+def test_a_record_is_read_with_all_its_fields(tmp_path):
+    values = {}
+    for number, field in enumerate(fields(StepRecord), 1):
+        values[field.name] = number % 2 == 0 if field.type == "bool" else number
+    write_events(tmp_path / "events.jsonl", [{**StepRecord(**values).to_json(), "at": 7.0}])
+    columns = read(tmp_path / "events.jsonl").columns
+    assert {name: column.tolist() for name, column in columns.items()} == {
+        name: [float(value)] for name, value in {**values, "at": 7.0}.items()
+    }

@@ -30,9 +30,7 @@ from paceline.demo.corpus import (
     prepare,
     read_corpus,
 )
-from paceline.demo.lines import LINES, LONGEST, SHORTEST, Line, choose_lines, first_line, read_lines, write_lines
-from paceline.demo.report import draw_curve, filled_in, next_commands, summary, table, terminal_curve
-from paceline.demo.workload import (
+from paceline.demo.demo_workload import (
     EVALUATED,
     IGNORED,
     SIZES,
@@ -40,11 +38,13 @@ from paceline.demo.workload import (
     guess,
     save_for_transformers,
 )
+from paceline.demo.lines import LINES, LONGEST, SHORTEST, Line, choose_lines, first_line, read_lines, write_lines
+from paceline.demo.report import draw_curve, filled_in, next_commands, summary, table, terminal_curve
 from paceline.nouns.errors import DataError
 
 from support.jobs import paceline
 
-WORKLOAD = Path(corpus_module.__file__).with_name("workload.py")
+WORKLOAD = Path(corpus_module.__file__).with_name("demo_workload.py")
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_evaluation_takes_sequences_of_every_held_out_file(text):
 
 
 @pytest.mark.parametrize(("share", "hidden"), [(MASKED, 13), (MASKED_HELD_OUT, 10)])
-def test_as_many_tokens_are_hidden_as_asked_and_never_the_special_ones(text, share, hidden):
+def test_demo_hides_the_asked_share_of_tokens_but_no_special_one(text, share, hidden):
     folder, _ = text
     data = MaskedSequences(folder / "train.npy", share)
     torch.manual_seed(0)
@@ -136,7 +136,7 @@ def test_the_line_of_a_file_is_chosen_by_the_rule(text):
         assert first_line("a.py", none, tokenizer) is None
 
 
-def test_lines_are_of_held_out_files_and_read_as_they_are_trained_on(text):
+def test_demo_lines_are_held_out_and_tokenized_as_in_training(text):
     tokenizer = open_tokenizer(text[0])
     lines = choose_lines(text[0])
     files = {path.name: path for path in held_out_files()}
@@ -243,7 +243,7 @@ def test_lines_are_shown_with_what_was_filled_in(encoding, row):
     assert head.index("after") == first.index("names ", 24) == second.rindex("name")
 
 
-def test_a_narrow_terminal_shows_the_code_around_the_hidden_token(monkeypatch):
+def test_demo_narrow_terminal_shows_code_around_the_hidden_token(monkeypatch):
     lines = [
         Line("a.py", "x" * 40, "names", "", [], 0, 0),
         Line("b.py", "", "names", "y" * 41, [], 0, 0),

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.main import main
-from paceline.demo import examples
-from paceline.demo.examples import find_examples
+from paceline.demo import example_files as examples
+from paceline.demo.example_files import find_examples
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

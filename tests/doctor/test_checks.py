@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from paceline.doctor.checks.host import check_host
+from paceline.doctor.checks.host_checks import check_host
 from paceline.doctor.facts import (
     Accelerator,
     Folder,
@@ -18,7 +18,7 @@ from paceline.doctor.facts import (
     Port,
 )
 
-from support.healthy import GIB, LO, changed, healthy
+from support.healthy_hosts import GIB, LO, changed, healthy
 
 MIB = 2**20
 H200, H100 = Accelerator("NVIDIA H200", 139 * GIB, 0, "GPU-10"), Accelerator("NVIDIA H100", 80 * GIB, 0, "GPU-11")
@@ -42,6 +42,7 @@ FAULTS = {
     "an old python": ({"versions.python": "3.10.12"}, False, "python", "error", "3.11", "newer Python"),
     "no torch": ({"versions.torch": "", "versions.torch_error": "ModuleNotFoundError: No module named 'torch'"}, False, "torch", "error", "No module", "pip install"),
     "an old torch": ({"versions.torch": "2.9.1"}, False, "torch", "error", "2.11", "--upgrade"),
+    "a newer torch": ({"versions.torch": "2.14.1"}, False, "torch", "warning", "2.11 to 2.13", "<2.14"),
     "torch from a slow disk": ({"versions.torch_import_s": 45.0}, False, "torch", "warning", "45 s", "local disk"),
     "torch without distributed": ({"versions.has_distributed": False}, False, "torch", "error", "can't meet", "pytorch.org"),
     "torch without CUDA": ({"versions.cuda_build": "", "versions.nccl": ""}, False, "driver", "error", "without CUDA", "for CUDA"),

@@ -17,10 +17,22 @@ import pytest
 from paceline.doctor.facts import HostFacts, Interface, MemoryFacts
 from paceline.doctor.probe.accelerators import look_at_accelerators, read_devices, read_links
 from paceline.doctor.probe.disk import look_at_folder, look_for_leftovers, marker_path, mount_of
-from paceline.doctor.probe.host import chosen_environment, look_at_cores, look_at_limits, look_at_memory, look_at_shm
-from paceline.doctor.probe.network import default_interface, look_at_interfaces, look_at_network, resolve, try_port
+from paceline.doctor.probe.host_facts import (
+    chosen_environment,
+    look_at_cores,
+    look_at_limits,
+    look_at_memory,
+    look_at_shm,
+)
+from paceline.doctor.probe.network_facts import (
+    default_interface,
+    look_at_interfaces,
+    look_at_network,
+    resolve,
+    try_port,
+)
 from paceline.doctor.probe.torch_facts import _runs_on, torch_facts
-from paceline.verify.judge.memory import available_bytes
+from paceline.verify.ranks.dry_run import available_bytes
 
 GIB = 2**30
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's /proc")
@@ -303,7 +315,7 @@ def test_secrets_stay_where_they_are():
 
 @linux
 def test_limits_of_a_process():
-    code = "from paceline.doctor.probe.host import *; print(look_at_limits(Path('/')).files)"
+    code = "from paceline.doctor.probe.host_facts import *; print(look_at_limits(Path('/')).files)"
     done = subprocess.run(["sh", "-c", f'ulimit -n 256; {sys.executable} -c "{code}"'], capture_output=True, text=True)
     assert done.stdout.strip() == "256"
     assert look_at_limits(Path("/")) != HostFacts().limits

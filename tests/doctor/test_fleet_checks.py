@@ -14,15 +14,15 @@ import pytest
 
 from paceline.doctor.ask import LocalAsker, Offset, _answer_of, answer, ask_fleet, clock_offset
 from paceline.doctor.checks.fleet import check_fleet
-from paceline.doctor.checks.host import check_host
+from paceline.doctor.checks.host_checks import check_host
 from paceline.doctor.facts import Interface, Name
+from paceline.doctor.findings_report import as_json, summary_line, table
 from paceline.doctor.meet import ReachableHost, meet
-from paceline.doctor.probe.host import Question
-from paceline.doctor.report import as_json, summary_line, table
+from paceline.doctor.probe.host_facts import Question
 from paceline.launch.ssh import why_lost
 from paceline.nouns.errors import UsageError
 
-from support.healthy import GIB, changed, healthy, healthy_fleet
+from support.healthy_hosts import GIB, changed, healthy, healthy_fleet
 
 SLOTS = {"h1": 2, "h2": 2, "h3": 2}
 NO_DEVICES = ()
@@ -109,7 +109,7 @@ def test_a_healthy_fleet_has_no_fault():
 @pytest.mark.parametrize(
     ("seconds", "uncertainty_s", "is_fault"), [(0.9, 0.5, False), (1.1, 0.5, True), (0.4, 0.0, False)]
 )
-def test_a_clock_is_a_fault_only_beyond_what_the_question_can_tell(seconds, uncertainty_s, is_fault):
+def test_doctor_clock_fault_needs_an_offset_beyond_uncertainty(seconds, uncertainty_s, is_fault):
     for sign in (1, -1):
         fleet = healthy_fleet()
         fleet.offsets["h2"] = Offset(sign * seconds, uncertainty_s)

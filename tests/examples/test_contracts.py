@@ -319,7 +319,7 @@ def test_made_up_templates_are_in_one_set_and_drawn_by_the_seed():
     assert len({row.source for row in copies}) == contracts.COPIES
 
 
-def test_a_contract_is_judged_by_models_that_know_none_of_its_group():
+def test_contract_is_judged_by_models_not_trained_on_its_group():
     rows = [Contract("a", "", True, 1), Contract("b", "", False, 2), Contract("c", "", True, 9)]
     logits = np.array([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]])
     both = scores.held_out(rows, logits, {1: 0, 2: 1}, [0, 1])
@@ -372,7 +372,7 @@ def test_both_classes_count_equally_and_a_test_fold_does_not():
         assert here[is_train].mean() == pytest.approx(1)
 
 
-def test_the_loss_is_the_mean_over_contracts_however_a_batch_is_split():
+def test_contract_loss_is_the_mean_however_a_batch_is_split():
     torch.manual_seed(0)
     encoders = [model.Encoder(48, 8).double(), model.Encoder(48, 8).double()]
     rows = MADE_UP.train[:6]
@@ -500,6 +500,7 @@ def test_two_ranks_end_as_one_does(tmp_path, data):
 
 
 @pytest.mark.integration
+@pytest.mark.complete  # other plans end as one rank does above
 def test_more_ranks_end_as_one_does(tmp_path, data):
     check_plan(tmp_path, data, ("replicate=4", "tensor=2", "shard=2,zero=2", "replicate=2,shard=2"))
 
@@ -520,6 +521,7 @@ VERIFIED = [
 
 
 @pytest.mark.parametrize("plan", VERIFIED)
+@pytest.mark.complete  # loops that are verified: test_loops.py, test_racer.py
 def test_verify_finds_the_steps_of_two_ranks_those_of_one(tmp_path, data, plan):
     check_verified(tmp_path, "contracts", ("--data", data, *SMALL), plan)
 
@@ -533,5 +535,6 @@ def test_plans_that_need_a_declared_loss_are_refused(tmp_path, data, plan):
 
 
 @pytest.mark.integration
+@pytest.mark.complete  # loops that are killed: test_loops.py, test_distil.py
 def test_a_killed_job_goes_on_where_it_was(tmp_path, data):
     check_killed(tmp_path, "contracts", ("--data", data, *SMALL, "--steps", "12"), every=3, kill_at=11)

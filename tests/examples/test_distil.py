@@ -164,7 +164,7 @@ def test_the_losses_of_a_batch_are_the_mean_of_its_parts(example):
     torch.testing.assert_close(parts, loss(samples), rtol=1e-12, atol=0)
 
 
-def test_a_student_that_is_its_teacher_has_no_soft_loss_and_no_angle(example):
+def test_distil_soft_loss_and_angle_are_zero_for_equal_models(example):
     torch.manual_seed(0)
     made = {name: torch.randn(3, 4, 5) for name in ("tokens", "hidden")} | {"classes": torch.randn(3, 2)}
     batch = {"wanted": torch.ones(3, 4, dtype=torch.long), "attention_mask": torch.ones(3, 4)}
@@ -248,7 +248,7 @@ def train_on_rank(rank, plan, words):
     job, progress = workload.train(setting, arguments)
     result = workload.report(setting, arguments, job, progress)
     curve = [{name: value for name, value in point.items() if name != "seconds"} for point in progress["curve"]]
-    whole = {name: job.parallel.whole(each).clone() for name, each in job.parallel.named().items()}
+    whole = {name: job.parallel.models.full_tensor(each).clone() for name, each in job.parallel.named().items()}
     return curve, result["scores"], whole
 
 
@@ -306,7 +306,7 @@ import workload
 arguments = workload.parse_arguments()
 setting = workload.prepare(arguments)
 job, progress = workload.train(setting, arguments)
-total = sum(float((job.parallel.whole(each) * torch.arange(1.0, 1 + each.numel()).view(each.shape)).sum())
+total = sum(float((job.parallel.models.full_tensor(each) * torch.arange(1.0, 1 + each.numel()).view(each.shape)).sum())
             for each in job.parallel.named().values())
 print("ends at", job.step_number, [point["step"] for point in progress["curve"]], repr(total))
 """
@@ -314,7 +314,7 @@ print("ends at", job.step_number, [point["step"] for point in progress["curve"]]
 
 @pytest.mark.integration
 @pytest.mark.parametrize(("at", "plan"), [(5, "replicate=2"), (6, "shard=2"), (9, "replicate=2")])
-def test_a_job_that_is_killed_in_either_phase_sees_each_batch_once(tmp_path, at, plan):
+def test_distil_killed_in_either_phase_sees_each_batch_once(tmp_path, at, plan):
     file = tmp_path / "killed.py"
     file.write_text(KILL + TRAIN.replace("FOLDER", repr(str(EXAMPLE))))
     words = (*SMALL, "--teacher-steps", "6", "--steps", "8")
@@ -346,10 +346,11 @@ def test_a_job_that_is_killed_in_either_phase_sees_each_batch_once(tmp_path, at,
     "plan",
     [
         "replicate=2",
-        pytest.param("shard=2", marks=pytest.mark.integration),
+        pytest.param("shard=2", marks=pytest.mark.complete),
         pytest.param("tensor=2", marks=pytest.mark.complete),
     ],
 )
+@pytest.mark.complete  # loops that are verified: test_loops.py, test_racer.py
 def test_verify_agrees_across_both_phases(tmp_path, plan):
     words = [*SMALL, "--teacher-steps", "1"]
     ended = paceline(tmp_path, "verify", "--plan", plan, "--steps", "3", EXAMPLE / "workload.py", "--", *words)
@@ -396,6 +397,7 @@ def test_a_teacher_that_was_saved_teaches_in_parts(tmp_path):
 
 
 @pytest.mark.integration
+@pytest.mark.complete  # how well: benchmarks/train_examples.py; that ranks do alike: above
 def test_the_students_learn(example):
     arguments = example.workload.parse_arguments(["--teacher-steps", "250", "--steps", "80"])
     setting = example.workload.prepare(arguments)

@@ -124,7 +124,7 @@ def test_a_flag_is_refused_before_training(case, data, monkeypatch):
     assert fix in caught.value.fix
 
 
-def test_test_pairs_without_a_new_sentence_are_refused_before_training():
+def test_embed_refuses_test_pairs_without_a_new_sentence():
     pairs = sentences.make_up(9, "a")
     with pytest.raises(DataError, match="test pairs with new sentences\n  found: all of them are in training"):
         workload.Report({"train": pairs, "dev": [], "test": pairs[3:]}, encoder.Encoder(4))
@@ -154,7 +154,7 @@ def test_padding_has_no_weight():
         torch.testing.assert_close(model(features[:, :10]), before, rtol=0, atol=1e-14)
 
 
-def test_the_loss_is_that_of_the_whole_batch_and_gradients_flow_to_the_candidates():
+def test_embed_loss_and_gradients_are_those_of_the_whole_batch():
     class OneRank:
         data_rank = 0
 
@@ -366,6 +366,7 @@ def test_two_ranks_end_as_one_does_and_write_the_same_index(tmp_path, data):
 
 
 @pytest.mark.integration
+@pytest.mark.complete  # other plans end as one rank does above
 def test_more_ranks_end_as_one_does(tmp_path, data):
     check_plan(tmp_path, data, ("replicate=4", "tensor=2", "replicate=2,shard=2"))
 
@@ -377,11 +378,13 @@ VERIFIED = [
 
 
 @pytest.mark.parametrize("plan", VERIFIED)
+@pytest.mark.complete  # loops that are verified: test_loops.py, test_racer.py
 def test_verify_finds_the_steps_of_two_ranks_those_of_one(tmp_path, data, plan):
     check_verified(tmp_path, "embed", ("--data", data, *SMALL), plan)
 
 
 @pytest.mark.integration
+@pytest.mark.complete  # loops that are killed: test_loops.py, test_distil.py
 def test_a_killed_job_goes_on_where_it_was(tmp_path, data):
     file = with_words(tmp_path, "embed", ("--data", data, *SMALL), KILL)
     for name in ("whole", "killed"):

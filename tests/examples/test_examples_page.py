@@ -25,7 +25,7 @@ def test_a_result_belongs_to_a_row():
 
 
 @pytest.mark.parametrize("entry", train_examples.ENTRIES, ids=ROWS)
-def test_a_row_has_three_seeds_two_plans_and_one_process_and_they_end_alike(entry):
+def test_examples_page_rows_have_three_seeds_and_equal_plans(entry):
     runs = train_examples.results_of(entry)
     usual = [run["seed"] for run in runs if run["plan"] == train_examples.USUAL_PLAN]
     others = [run["plan"] for run in runs if run["plan"] != train_examples.USUAL_PLAN]

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from support.documented_commands import ROOT
 from support.jobs import marked, paceline
-from support.shown import ROOT
 
 EXAMPLES = ROOT / "examples"
 PAGE = (ROOT / "docs" / "transformers.md").read_text()
@@ -70,6 +70,7 @@ def check_same(found, expected):
 
 
 @pytest.mark.integration
+@pytest.mark.complete  # two ranks do, below
 def test_one_process_ends_as_before(before, tmp_path):
     check_same(python(tmp_path, AFTER), before)
 
@@ -107,6 +108,7 @@ def test_verify_and_plan_take_the_script(split, tmp_path):
 
 
 @pytest.mark.integration
+@pytest.mark.complete  # tests/integrations/test_peft.py
 def test_the_adapter_by_the_command(tmp_path):
     shutil.copy(EXAMPLES / "lora.py", tmp_path)
     saved = []

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from support.documented_commands import ROOT
 from support.jobs import paceline
-from support.shown import ROOT
 
 pytestmark = pytest.mark.integration
 EQUAL = "first step checked: equal to one process"
 OWN_BATCHES = "first step not checked: the loop makes its own batches"
 PARTS = "ranks have parts of the loop's models; `paceline verify --plan replicate=2 distillation.py`"
 SAID = {
-    "lightning/lightning_module.py": EQUAL,
+    "lightning/lightning_module.py": OWN_BATCHES,
     "finetune.py": EQUAL,
     "lora.py": EQUAL,
     "loops/gan.py": EQUAL,

@@ -495,6 +495,7 @@ def test_a_plain_run_writes_result_and_picture(tmp_path):
         pytest.param("pipeline=2", marks=pytest.mark.integration),
     ],
 )
+@pytest.mark.complete  # loops that are verified: test_loops.py, test_racer.py
 def test_verify_agrees(tmp_path, plan):
     words = [word for word in TINY if word not in ("--precision", "float64")]
     done = paceline(tmp_path, "verify", "--plan", plan, EXAMPLE / "workload.py", "--", *words)
@@ -520,6 +521,7 @@ KILL = """        job.step(batch)
 
 
 @pytest.mark.integration
+@pytest.mark.complete  # loops that are killed: test_loops.py, test_distil.py
 def test_a_killed_job_goes_on(tmp_path):
     folder = tmp_path / "forecast"
     shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("__pycache__", "runs", "*.png", "*.md"))

@@ -373,6 +373,7 @@ def test_a_checkpoint_of_transformers_is_fine_tuned(data, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (SHARED / "glue" / "CoLA").is_dir(), reason="the real CoLA is not here")
+@pytest.mark.complete  # the same of made-up rows above
 def test_real_cola(tmp_path):
     words = ["--task", "CoLA", "--data", SHARED / "glue", "--limit-train", "256", "--epochs", "1"]
     words += ["--precision", "float64", "--max-length", "32"]

@@ -359,7 +359,7 @@ def test_blocks_and_padding():
 
 
 @pytest.mark.slow
-def test_what_is_saved_is_loaded_by_transformers_and_by_the_example(tmp_path, data):
+def test_gpt_saved_model_loads_in_transformers_and_the_example(tmp_path, data):
     greedy = ("--data", data, "--tokens", "25", "--temperature", "0", "--prompt", "the ")
     first = run(tmp_path, 1, None, *greedy, *SIZES, "--steps", "30")
     assert first["scores"]["validation loss"] < first["scores"]["first loss"] - 0.8
@@ -385,7 +385,7 @@ def test_what_is_saved_is_loaded_by_transformers_and_by_the_example(tmp_path, da
 
 @pytest.mark.slow
 @pytest.mark.skipif(not STORIES.is_dir(), reason="stories260K is not here")
-def test_the_published_loss_of_stories260k_before_and_after_a_few_steps(tmp_path):
+def test_gpt_stories260k_has_its_published_loss(tmp_path):
     words = ("--data", STORIES, "--model", STORIES, "--steps", "1", "--batch-size", "4")
     words = (*words, "--tokens", "30", "--temperature", "0")
     found = run(tmp_path, 2, None, *words)
@@ -412,6 +412,7 @@ Job.step = step
 
 
 @pytest.mark.integration
+@pytest.mark.complete  # declared jobs that are killed: tests/integration/test_state_resumed.py
 def test_a_killed_job_ends_as_an_undisturbed_one(tmp_path, data):
     file = tmp_path / "killed.py"
     file.write_text(f"import sys\nsys.path.insert(0, {str(EXAMPLE)!r})\n{KILL}" + (EXAMPLE / "workload.py").read_text())
@@ -436,11 +437,11 @@ def test_a_killed_job_ends_as_an_undisturbed_one(tmp_path, data):
 @pytest.mark.parametrize(
     "plan",
     [
-        pytest.param("replicate=2", marks=pytest.mark.slow),
-        *(pytest.param(plan, marks=pytest.mark.complete) for plan in ("shard=2", "tensor=2")),
+        *(pytest.param(plan, marks=pytest.mark.complete) for plan in ("replicate=2", "shard=2", "tensor=2")),
         pytest.param("pipeline=2", marks=pytest.mark.integration),
     ],
 )
+@pytest.mark.complete  # declared jobs that are verified: tests/verify/test_command.py
 def test_verify_finds_the_step_of_two_ranks_that_of_one(tmp_path, data, plan):
     words = ("--data", data, *SIZES, "--layers", "2")
     ended = paceline(tmp_path, "verify", "--plan", plan, EXAMPLE / "workload.py", "--", *words)

@@ -100,7 +100,7 @@ def test_sessions_are_read_plain_and_packed(tmp_path, task, name, content, first
     assert anomalies == ([(1, 2), (3,)] if task == "hdfs-next" else [])
 
 
-def test_parts_do_not_overlap_and_the_normal_test_sessions_are_used_where_they_are(data):
+def test_logs_parts_are_disjoint_and_use_normal_test_sessions(data):
     next_key = sessions.find_task("hdfs-next")
     held_out = next_key.read(data, OPTIONS)
     assert (len(held_out.train), len(held_out.threshold), len(held_out.test)) == (42, 6, 12 + 21)
@@ -144,7 +144,7 @@ def test_bad_input_is_named(data, task, name, content, says):
         sessions.load(sessions.find_task(task), data, OPTIONS, 0)
 
 
-def test_a_training_set_without_anomalies_is_refused_where_they_are_needed():
+def test_logs_training_without_anomalies_is_refused_if_needed():
     normal, both = [sessions.Session((1,))] * 9, [sessions.Session((1,)), sessions.Session((2,), True)]
     data = sessions.parts_of("x", normal, both, next_key=False)
     with pytest.raises(DataError, match="the training set needs anomalous sessions\n  found: none of its 7 sessions"):
@@ -217,7 +217,7 @@ def test_a_line_in_another_format_is_named():
         templates.parse_lines([(7, "no log")], templates.FORMATS["HDFS"], "some.log")
 
 
-def test_grouping_accuracy_counts_lines_of_groups_that_are_exactly_right():
+def test_logs_grouping_accuracy_counts_lines_of_exact_groups():
     assert templates.grouping_accuracy([0, 0, 1, 1, 2], ["a", "a", "b", "b", "b"]) == 0.4
 
 
@@ -405,13 +405,14 @@ def test_ranks_end_where_one_does(tmp_path, alone, task, plan):
 
 VERIFIED = [
     pytest.param("hdfs-next", "replicate=2", marks=pytest.mark.slow),
-    pytest.param("hdfs-next", "tensor=2", marks=pytest.mark.integration),
+    pytest.param("hdfs-next", "tensor=2", marks=pytest.mark.complete),
     pytest.param("hdfs", "shard=2", marks=pytest.mark.complete),
     pytest.param("hdfs", "pipeline=2", marks=pytest.mark.complete),
 ]
 
 
 @pytest.mark.parametrize(("task", "plan"), VERIFIED)
+@pytest.mark.complete  # loops that are verified: test_loops.py, test_racer.py
 def test_verify_agrees(tmp_path, data, task, plan):
     words = ("--", "--task", task, "--data", data, "--batch-size", "8", "--steps", "5")
     ended = paceline(tmp_path, "verify", "--plan", plan, EXAMPLE / "workload.py", *words)

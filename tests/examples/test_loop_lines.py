@@ -40,7 +40,7 @@ def test_every_changed_line_counts_once():
     assert count.changed_lines(before, "a\nB\nnew\nc\n") == 2
 
 
-def test_paceline_changes_five_lines_at_most_and_never_more_than_the_others():
+def test_loop_lines_of_paceline_are_at_most_five_and_the_fewest():
     assert sorted(count.count()) == sorted(path.parent.name for path in count.LOOPS.glob("*/plain.py"))
     for name, lines in count.count().items():
         assert 0 < lines["paceline"] <= MOST, name

@@ -25,11 +25,11 @@ from support.sample import sampled
 preload("paceline.train.loop_job", "paceline.run.rank.worker")
 LOOPS = Path(__file__).parents[2] / "examples" / "loops"
 NAMES = sorted(path.stem for path in LOOPS.glob("*.py"))
-USUAL = ("gan", "tokens")  # the others are integration tests
+USUAL = ("gan", "tokens")  # also killed under one plan and resumed under another
 HEAD = "import os, signal, torch\ntorch.set_default_dtype(torch.float64)\n"
 TAIL = """
 trained = [parameter for parameter in job.model.parameters() if parameter.requires_grad]
-whole = [job.parallel.whole(parameter) for parameter in trained]  # a rank may have pieces
+whole = [job.parallel.models.full_tensor(parameter) for parameter in trained]  # a rank may have pieces
 total = sum(float((value * torch.arange(1.0, 1 + value.numel()).view_as(value)).sum()) for value in whole)
 print("rank", job.rank, "ends at", job.step_number, job.position, repr(total))
 """
@@ -121,7 +121,7 @@ def test_the_page_shows_the_classifier():
 
 
 KILLED = [
-    pytest.param(name, plan, marks=pytest.mark.slow if name in USUAL else sampled(row, column, of=2))
+    pytest.param(name, plan, marks=sampled(row, column, of=5))
     for column, plan in enumerate(("replicate=2", "tensor=2"))
     for row, name in enumerate(NAMES)
 ]
@@ -142,16 +142,16 @@ def test_two_ranks_end_as_one_does_also_after_a_kill(tmp_path, alone, plan, name
     check_same(both, alone(name))
 
 
-def table(plans):
-    """Cells of all loops and these plans."""
+def table(plans, of):
+    """Cells of all loops and these plans, of which CI runs one of so many."""
     return [
-        pytest.param(name, plan, marks=sampled(row, column))
+        pytest.param(name, plan, marks=sampled(row, column, of))
         for column, plan in enumerate(plans)
         for row, name in enumerate(NAMES)
     ]
 
 
-@pytest.mark.parametrize(("name", "plan"), table(FOUR))
+@pytest.mark.parametrize(("name", "plan"), table(FOUR, of=5))
 def test_four_ranks_end_as_one_does(tmp_path, alone, name, plan):
     all_four = ends_under(tmp_path, name, plan)
     assert len(all_four) == 4
@@ -160,6 +160,7 @@ def test_four_ranks_end_as_one_does(tmp_path, alone, name, plan):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("name", USUAL)
+@pytest.mark.complete  # tests/checkpoint/test_any_mesh.py
 def test_a_killed_job_goes_on_under_another_plan(tmp_path, alone, name):
     shard = ("--plan", "shard=2")
     train(tmp_path, name, 2, "--job", "a", "--checkpoint-every", "3", *shard, KILL_AT=str(AT))
@@ -170,7 +171,7 @@ def test_a_killed_job_goes_on_under_another_plan(tmp_path, alone, name):
         check_same(both, alone(name))
 
 
-@pytest.mark.parametrize(("name", "plan"), table(("replicate=2", "shard=2", "tensor=2")))
+@pytest.mark.parametrize(("name", "plan"), table(("replicate=2", "shard=2", "tensor=2"), of=9))
 def test_verify_finds_the_steps_of_two_ranks_those_of_one(tmp_path, name, plan):
     ended = paceline(tmp_path, "verify", "--plan", plan, LOOPS / f"{name}.py")
     assert ended.code == 0, ended.out + ended.err
@@ -185,7 +186,7 @@ def test_a_loop_runs_as_a_plain_file_too(tmp_path, alone):
 
 
 @pytest.mark.integration
-def test_the_classifier_is_killed_on_two_ranks_and_goes_on_with_one(tmp_path, alone):
+def test_loops_classifier_killed_on_two_ranks_resumes_on_one(tmp_path, alone):
     train(tmp_path, "classifier", 2, "--job", "other", "--checkpoint-every", "3", KILL_AT=str(AT))
     ended, ends_of_one = train(tmp_path, "classifier", 1, "--job", "other", "--resume")
     assert ended.code == 0, ended.err

@@ -171,7 +171,7 @@ def test_a_car_speeds_up_drives_straight_on_and_counts_its_way():
     assert (rewards[0], ended[0], cut[0]) == (pytest.approx(1.0, abs=1e-3), False, False)
 
 
-def test_a_slow_car_turns_as_the_bicycle_does_and_a_fast_one_only_as_its_grip_lets_it():
+def test_racer_slow_car_turns_as_a_bicycle_and_fast_car_by_grip():
     cars = car.Cars([straight()] * 2, reward.reward_function, 0, is_lap=True)
     cars.reset([0, 1])
     for _ in range(25):
@@ -180,7 +180,7 @@ def test_a_slow_car_turns_as_the_bicycle_does_and_a_fast_one_only_as_its_grip_le
     assert cars.yaw_rate == pytest.approx([bicycle, car.GRIP_M_S2 / 4.0], rel=0.02)
 
 
-def test_a_car_that_leaves_the_track_ends_its_episode_and_earns_nothing():
+def test_racer_leaving_the_track_ends_the_episode_without_reward():
     cars = car.Cars([straight()], reward.reward_function, 0, is_lap=True)
     cars.reset([0])
     steps = [cars.step(action(20, 1.3)) for _ in range(40)]
@@ -262,7 +262,7 @@ def test_advantages_are_those_of_the_paper():
             assert found[row, step].item() == pytest.approx(float(total))
 
 
-def test_actions_are_drawn_by_their_probabilities_and_by_the_environments_number():
+def test_racer_draws_follow_probabilities_and_environment_number():
     logits = torch.tensor([[0.0, 1.0, 2.0]]).repeat(3000, 1)
     drawn = rollouts.Draws((0, 1), range(3000), 1).choose(logits, 0)
     shares = np.bincount(drawn, minlength=3) / 3000
@@ -373,6 +373,7 @@ def test_two_ranks_learn_to_hold_a_pole_as_one_does(tmp_path):
 
 
 @pytest.mark.integration
+@pytest.mark.complete  # other plans end as one rank does above
 def test_more_ranks_end_as_one_does(tmp_path, data):
     check_plans(tmp_path, "racer", ("--data", data, *SMALL), ("replicate=4", "tensor=2", "replicate=2,shard=2"))
 
@@ -389,13 +390,14 @@ def test_verify_finds_the_steps_of_two_ranks_those_of_one(tmp_path, plan):
 
 
 @pytest.mark.integration
-def test_a_job_killed_in_the_middle_of_a_rollout_goes_on_where_it_was(tmp_path):
+def test_racer_killed_during_a_rollout_resumes_where_it_was(tmp_path):
     """A rollout has six updates. Its checkpoints are after 4 and 8, so it is played again, as it was."""
     whole, killed = check_killed(tmp_path, "racer", SMALL, every=4, kill_at=10)
     assert whole["curve"] == killed["curve"]
 
 
 @pytest.mark.integration
+@pytest.mark.complete  # that a policy learns: the pole above
 def test_it_learns_to_drive(tmp_path):
     """A tenth of the usual size."""
     output = tmp_path / "result.json"

@@ -11,8 +11,8 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
+from support.documented_commands import ROOT
 from support.jobs import command, marked
-from support.shown import ROOT
 
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
 STEPS = [block.splitlines() for block in re.findall(r"^```\n\$ (.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)]
@@ -81,16 +81,26 @@ def test_the_page_shows_each_picture_and_each_plan():
         assert f"paceline run --job {name} --plan {plan} letters.py" in ran
 
 
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    """A folder in which the tutorial was followed, and what each command printed."""
+    folder = tmp_path_factory.mktemp("tutorial")
+    (folder / "letters.py").write_text(pictures().letters())
+    return folder, [run(folder, said) for said, *_ in STEPS]
+
+
 @pytest.mark.integration
-def test_the_tutorial_from_its_first_command_to_its_last_picture(tmp_path):
-    made = pictures()
-    (tmp_path / "letters.py").write_text(made.letters())
+def test_every_command_of_the_tutorial_prints_what_it_shows(printed):
     assert len(STEPS) >= 12
-    for said, *expected in STEPS:
-        printed = run(tmp_path, said)
+    for (said, *expected), lines in zip(STEPS, printed[1], strict=True):
         for shown in expected:
-            assert any(is_as_shown(line, shown) for line in printed), (said, shown, printed)
-    for name, svg in made.draw(made.gather(tmp_path)).items():
+            assert any(is_as_shown(line, shown) for line in lines), (said, shown, lines)
+
+
+@pytest.mark.complete  # their commands: tests/cli/test_plan_memory.py; that each is drawn and shown: above
+def test_pictures_of_the_tutorial_show_the_present_product(printed):
+    made = pictures()
+    for name, svg in made.draw(made.gather(printed[0])).items():
         now, kept = shapes(svg), shapes((ROOT / "docs" / "tutorial" / name).read_text())
         assert len(now) == len(kept), name
         for new, old in zip(now, kept, strict=True):

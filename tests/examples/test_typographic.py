@@ -213,7 +213,7 @@ def test_a_flag_is_refused_before_training(case, data, monkeypatch):
 # Pictures and captions
 
 
-def test_a_caption_names_what_is_there_and_the_defence_draws_other_words():
+def test_typographic_caption_names_digit_and_defence_other_words():
     torch.manual_seed(0)
     blank = digits.Digits(torch.zeros(600, 20, 20), torch.arange(600) % 10)
     data = pictures.Training(blank, font_size=10, random_words=0.7)
@@ -266,7 +266,7 @@ def test_padding_does_not_change_a_caption():
         torch.testing.assert_close(tower(tokens[None]), padded, rtol=0, atol=1e-14)
 
 
-def test_the_loss_is_clips_and_gradients_flow_through_the_gathered_embeddings():
+def test_typographic_loss_and_gradients_are_those_of_clip():
     class OneRank:
         data_rank = 0
 
@@ -322,6 +322,7 @@ def test_two_ranks_end_as_one_does(tmp_path, data):
 
 
 @pytest.mark.integration
+@pytest.mark.complete  # other plans end as one rank does above
 def test_more_ranks_end_as_one_does(tmp_path, data):
     check_plan(tmp_path, data, ("replicate=4", "tensor=2", "replicate=2,shard=2"))
 
@@ -333,11 +334,13 @@ VERIFIED = [
 
 
 @pytest.mark.parametrize("plan", VERIFIED)
+@pytest.mark.complete  # loops that are verified: test_loops.py, test_racer.py
 def test_verify_finds_the_steps_of_two_ranks_those_of_one(tmp_path, data, plan):
     check_verified(tmp_path, "typographic", ("--data", data, *SMALL), plan)
 
 
 @pytest.mark.integration
+@pytest.mark.complete  # loops that are killed: test_loops.py, test_distil.py
 def test_a_killed_job_goes_on_where_it_was(tmp_path, data):
     check_killed(tmp_path, "typographic", ("--data", data, *SMALL), every=2, kill_at=5)
 

@@ -13,7 +13,7 @@ from paceline.nouns.plan import Plan
 from paceline.profile.simulate import simulate
 from paceline.train.job import Job
 
-from support.cells import compare, train, two_steps
+from support.rank_comparisons import compare, train, two_steps
 from support.ranks import run_ranks
 from support.simulated import check_simulation
 

@@ -6,18 +6,19 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from paceline.comm.sequence import AttentionSplit, pairs_seen
 from paceline.graph.capture import capture
-from paceline.graph.context_layout import attention_cost, split_sequence
-from paceline.graph.find_attention import merge_attention
+from paceline.graph.context.context_exchanges import AttentionSplit, pairs_seen
+from paceline.graph.context.context_layout import attention_cost, split_sequence
+from paceline.graph.context.find_attention import merge_attention
 from paceline.graph.labels import tensor_inputs
 from paceline.graph.reshape_rules import shape_of
 from paceline.graph.skeleton import skeleton
 from paceline.nouns.errors import PlanError
 from paceline.nouns.plan import Plan
-from paceline.profile.describe_split import describe_split
+from paceline.profile.simulate import step_traffic
 
 from support.attention_models import LENGTH, MODELS, WIDTH, Dropped, Grouped, Reader, rows, workload
+from support.closed_traffic import by_operation
 
 BATCH = 4
 
@@ -141,13 +142,11 @@ def test_causal_work_is_balanced(length, ranks):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_ring_sends_what_the_paper_says(ranks):
     """Keys and values N - 1 times forward; backward these and their gradients as often."""
-    model, _ = describe_split(workload("absolute", precision="float32"), Plan.parse(f"context={ranks},context_by=ring"))
-    (rows_of_batch,) = model["ranks"][0]["graph"]
-    (sent,) = [row for row in rows_of_batch if row["collective"] == "send"]
+    plan = Plan.parse(f"context={ranks},context_by=ring")
+    sent = by_operation(step_traffic(workload("absolute", precision="float32"), plan))["send", "context"]
     keys_and_values = 2 * BATCH * LENGTH // ranks * WIDTH * 4
-    layers = 2
-    assert sent["calls"] == layers * 3 * (ranks - 1)
-    assert sent["bytes"] == layers * 3 * (ranks - 1) * keys_and_values
+    messages = 2 * 3 * (ranks - 1)  # of two layers
+    assert sent == (messages, messages * keys_and_values)
 
 
 def test_costs_follow_the_sizes():
@@ -174,11 +173,13 @@ def test_convolutions_by_steps_of_one_stay_in_pieces():
     assert not layout.gathered
 
 
-def test_masks_are_taken_by_rows_in_a_ring_and_whole_where_heads_move():
+def test_context_layout_splits_masks_in_a_ring_but_not_by_heads():
     for way, is_split in (("ring", True), ("heads", False)):
         captured = captured_of("relative")
         layout = split_sequence(captured, 2, way)
-        for node in layout.attention_splits:
+        attentions = [node for node, choice in layout.choices.items() if choice.attention is not None]
+        assert len(attentions) == 2
+        for node in attentions:
             mask = tensor_inputs(node)[3]
             assert shape_of(mask)[-2:] == (LENGTH, LENGTH)
             assert (layout.choices[node].inputs[3] is not None) == is_split

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -11,16 +9,15 @@ from torch.nn import functional as F
 from torch.utils.data import default_collate
 
 from paceline.graph.capture import capture
-from paceline.graph.context_layout import split_sequence
-from paceline.graph.expert_layout import describe_experts, spread_experts
-from paceline.graph.find_experts import find_experts
+from paceline.graph.context.context_layout import split_sequence
+from paceline.graph.expert.expert_layout import describe_experts, first_layout, spread_experts
+from paceline.graph.expert.find_experts import find_experts
 from paceline.graph.loss_is_additive import coupled_at
 from paceline.graph.skeleton import skeleton
 from paceline.nouns.errors import PlanError
-from paceline.nouns.loop_plan import check_plan_of_loop
 from paceline.nouns.plan import Plan
-from paceline.parallel.expert import first_layout
 from paceline.profile.describe_split import describe_split
+from paceline.profile.simulate import step_traffic
 
 from support.expert_models import BATCH, EXPERTS, LENGTH, MODELS, Mixture, Reader, rows, word_loss, workload
 
@@ -102,9 +99,6 @@ class WithinRows(Mixture):
         return torch.zeros_like(tokens).index_add(0, order, made).view_as(x)
 
 
-TWO = SimpleNamespace(size=2)  # all that is asked of the axis
-
-
 class Dense(nn.Module):
     def __init__(self):
         super().__init__()
@@ -119,12 +113,12 @@ def test_rows_that_do_not_stay_apart_are_no_layer(kind):
     captured = captured_of("mixture", Reader(kind), word_loss)
     assert find_experts(captured) == []
     with pytest.raises(PlanError, match="2 grouped matrix products none is of rows that are sorted by expert"):
-        first_layout(captured, TWO)
+        first_layout(captured, 2)
 
 
 def test_a_model_without_experts_is_refused():
     with pytest.raises(PlanError, match="the model has no grouped matrix products"):
-        first_layout(captured_of("mixture", Reader(Dense), word_loss), TWO)
+        first_layout(captured_of("mixture", Reader(Dense), word_loss), 2)
 
 
 @pytest.mark.parametrize(("ranks", "fix"), [(3, "write expert=2"), (5, "write expert=4")])
@@ -161,13 +155,9 @@ class Whole(torch.optim.SGD):
 
 
 def test_an_optimizer_that_looks_at_whole_weights_is_refused():
+    looking = workload("mixture", precision="float32", optimizer=lambda made: Whole(made.parameters(), lr=0.1))
     with pytest.raises(PlanError, match=r"the optimizer looks at the whole of mixture\.down and 2 more"):
-        plan_with(optimizer=lambda made: Whole(made.parameters(), lr=0.1))
-
-
-def test_the_loop_of_the_user_is_refused():
-    with pytest.raises(PlanError, match="expert needs the loss as a function of the model and a batch"):
-        check_plan_of_loop(Plan(mesh="expert=2"))
+        step_traffic(looking, Plan(mesh="expert=4"))
 
 
 class OtherCounts(Mixture):

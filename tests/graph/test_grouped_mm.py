@@ -11,12 +11,12 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.graph.capture import capture
-from paceline.graph.explain import explain
 from paceline.graph.grouped_mm import KnownCounts, counts, grouped_mm_of_pieces, register_fake
-from paceline.graph.layout import choose_layout
 from paceline.graph.placement import Split
+from paceline.graph.tensor.explain import explain
+from paceline.graph.tensor.tensor_layout import choose_layout
 from paceline.nouns.errors import WorkloadError
-from paceline.train.grouped_float64 import grouped_products_in_float64
+from paceline.train.precision import grouped_products_in_float64
 
 from support.operations import piece
 
@@ -163,7 +163,7 @@ def test_experts_are_split_by_columns_and_then_by_rows():
     assert why["second"].startswith("rows:")
 
 
-def test_weights_that_are_transposed_by_hand_are_split_and_positions_are_not():
+def test_grouped_mm_splits_transposed_weights_but_not_positions():
     _, layout = laid_out(Transposed())
     assert layout.placements["first"] == Split(1, (128,))
     assert layout.placements["second"] == Split(0, (128,))

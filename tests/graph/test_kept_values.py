@@ -250,7 +250,7 @@ def criterion_loss(is_assigned):
     ],
     ids=["a centre assigned", "a centre written", "an object", "a global variable", "a closure"],
 )
-def test_what_a_loss_keeps_to_itself_is_refused_and_left_as_it_was(function, match):
+def test_kept_values_of_a_loss_are_refused_and_left_unchanged(function, match):
     for _ in range(2):  # also when a second shape is captured
         with pytest.raises(WorkloadError, match=match):
             captured_of(make(lambda net, x: None), function)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
-import weakref
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ from torch import nn
 
 from paceline.graph.capture import capture
 from paceline.nouns.errors import WorkloadError
-from paceline.verify.ranks.trace import standing
 
 CPU = torch.device("cpu")
 
@@ -89,30 +86,3 @@ def test_a_value_of_an_earlier_batch_is_still_refused():
         with pytest.raises(WorkloadError, match="change the variable kept"):
             capture(Positions(), remembers, torch.randn(4, 8), CPU)
     assert not kept
-
-
-def test_the_heartbeat_of_the_verifier_looks_at_no_frame_during_a_capture():
-    seen = []
-
-    def looks(model, batch):
-        seen.append(standing(threading.main_thread().ident))
-        return loss(model, batch)
-
-    capture(Positions(), looks, torch.randn(4, 8), CPU)
-    looks(Positions(), torch.randn(4, 8))
-    assert seen[0] == {"at": "the capture of the model's operations", "waits": False, "line": ""}
-    assert "test_lifetimes.py" in seen[1]["at"]
-
-
-def test_the_heartbeat_keeps_no_frame():
-    class Value:
-        pass
-
-    def made():
-        value = Value()
-        looks = threading.Thread(target=standing, args=(threading.main_thread().ident,))
-        looks.start()
-        looks.join()
-        return weakref.ref(value)
-
-    assert made()() is None

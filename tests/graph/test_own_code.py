@@ -11,7 +11,7 @@ from paceline.graph.capture import capture
 from paceline.graph.stages import assign_stages, assignment_of
 from paceline.nouns.errors import WorkloadError
 
-from support.unusual import Leaky
+from support.unusual_models import Leaky
 
 CPU = torch.device("cpu")
 

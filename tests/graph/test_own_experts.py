@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from paceline.graph.capture import capture
-from paceline.graph.expert_layout import no_experts, spread_experts
-from paceline.graph.own_experts import OwnExperts, own_experts
+from paceline.graph.expert.expert_layout import no_experts, spread_experts
+from paceline.graph.expert.own_experts import OwnExperts, own_experts
 from paceline.graph.own_modules import OwnModule
 from paceline.graph.skeleton import skeleton
 from paceline.nouns.errors import PlanError

@@ -14,7 +14,7 @@ from paceline.graph.own_modules import OwnModules
 from paceline.graph.skeleton import skeleton
 from paceline.nouns.errors import WorkloadError
 
-from support.looped import LoopedExperts
+from support.looped_experts import LoopedExperts
 
 CPU = torch.device("cpu")
 WIDTH = 4
@@ -210,7 +210,7 @@ def test_its_code_runs_on_every_batch(name):
     torch.manual_seed(0)
     model = NETS[name]().double()
     captured, own = captured_of(model)
-    assert own.why
+    assert own.reasons
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     for seed in range(6):  # of both signs, and of any number of rows that are kept
         batch = torch.randn(3, 2, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
@@ -405,7 +405,7 @@ def test_what_its_code_must_not_do_is_refused(name):
     assert "replicate or shard" in str(error.value) or said == "casts or moves"
 
 
-def test_a_later_batch_that_it_returns_as_it_was_handed_is_refused():
+def test_own_module_that_returns_a_later_batch_itself_is_refused():
     """Where its result is written into, the code would write into what it was handed, too."""
     model = Adds(Doubles()).double()
     captured, _ = captured_of(model)
@@ -459,7 +459,7 @@ def test_a_large_module_is_not_made_to_see_what_it_returns():
     with torch.device("meta"):
         model = Net(Large())
     captured, own = captured_of(model, batch=torch.ones(3, 2, WIDTH))
-    assert "part" in own.why
+    assert "part" in own.reasons
     assert tuple(captured.output[0].meta["val"].shape) == ()
     grown_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     assert grown_mib < 512

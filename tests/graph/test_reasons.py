@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from paceline.graph.capture import capture
-from paceline.graph.explain import why_nothing_is_split
 from paceline.graph.skeleton import skeleton
-from paceline.verify.ranks.reference import as_workload_error
+from paceline.graph.tensor.explain import why_nothing_is_split
+from paceline.verify.ranks.child import as_workload_error
 
 
 class Recurrent(nn.Module):

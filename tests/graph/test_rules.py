@@ -13,8 +13,8 @@ from torch import fx
 from paceline.graph import rules
 from paceline.graph.placement import Split
 from paceline.graph.rules import spec_of, tensor_inputs
-from paceline.graph.sharding_strategies import Options, choices
-from paceline.train.grouped_float64 import grouped_products_in_float64
+from paceline.graph.tensor.choices import Options, choices
+from paceline.train.precision import grouped_products_in_float64
 
 from support.operations import blocks_of, node_of, piece, randint, randn, shape_of_rank
 
@@ -328,7 +328,7 @@ def test_every_rule_is_tried():
 @pytest.mark.parametrize("target", MAKE, ids=str)
 @given(data=st.data())
 @MANY
-def test_an_operation_on_pieces_is_a_piece_of_it_or_a_part_of_its_sum(target, data):
+def test_rules_for_pieces_give_a_piece_or_a_part_of_the_sum(target, data):
     node = made_node(data.draw, target)
     assume(spec_of(node) is not None)
     parts = data.draw(st.integers(2, 3))

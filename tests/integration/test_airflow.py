@@ -126,7 +126,7 @@ def test_the_dag_of_the_example_downloads_trains_and_evaluates(tmp_path, served)
     assert list((tmp_path / "work" / "model").iterdir())
 
 
-def test_a_retry_goes_on_where_the_stopped_try_was_and_a_cleared_task_trains_anew(here):
+def test_airflow_retry_resumes_and_a_cleared_task_trains_anew(here):
     slow = {"file": "train.py", "arguments": ["0.2"], "ranks": 2}
     quick = {**slow, "arguments": ["0"]}
     (stopped, retried, cleared), log = try_tasks(here, {**slow, "is_ended": True}, quick, quick)
@@ -141,7 +141,7 @@ def test_a_retry_goes_on_where_the_stopped_try_was_and_a_cleared_task_trains_ane
     assert begins[1] > 0
 
 
-def test_variables_of_airflow_are_not_handed_on_and_a_mapped_task_has_a_run_of_its_own(here):
+def test_airflow_variables_stay_out_and_mapped_task_has_own_run(here):
     mapped = {"file": "train.py", "arguments": ["0"], "env": {"MINE": "1"}, "map_index": 3, "plan": "replicate=1"}
     (ended,), log = try_tasks(here, mapped)
     assert ended["result"]["job"] == "dag-train-run-1-3"
@@ -162,7 +162,7 @@ FAILING = [
 ]
 
 
-def test_a_task_that_fails_says_why_and_is_tried_again_only_if_that_helps(here):
+def test_airflow_failure_has_a_reason_and_a_retry_only_if_useful(here):
     ended, log = try_tasks(here, *(arguments for arguments, _, _ in FAILING))
     assert [one.get("error") for one in ended] == [error for _, error, _ in FAILING], log
     for one, (_, _, text) in zip(ended, FAILING, strict=True):

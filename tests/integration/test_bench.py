@@ -67,7 +67,7 @@ def test_bench_strategies_compares_sides_that_compute_the_same(tmp_path):
 
 
 @pytest.mark.complete
-def test_bench_jobs_runs_every_library_alone_and_beside_busy_processes(tmp_path):
+def test_bench_jobs_runs_each_library_with_and_without_busy_cpus(tmp_path):
     result = measured(tmp_path, "jobs", "--steps", "10", "--busy", "1")
     assert len(result["rows"]) == 8
     assert all(row["samples_per_s"] > 0 and row["whole_s"] > 0 for row in result["rows"])

@@ -12,7 +12,7 @@ import torch
 from paceline.comm import api
 from paceline.demo.bert import Bert
 from paceline.demo.corpus import VOCABULARY
-from paceline.demo.workload import SIZES, loss, make_workload
+from paceline.demo.demo_workload import SIZES, loss, make_workload
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 

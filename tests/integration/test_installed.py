@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.built import build, copy_of_tree, install, new_environment
+from support.built_packages import build, copy_of_tree, install, new_environment
 from support.jobs import leftovers, marked, wait_for
 
 pytestmark = pytest.mark.integration
@@ -76,6 +76,7 @@ def check_trains_the_classifier(installed):
     assert list(run.glob("checkpoints/step-*/manifest.json"))
 
 
+@pytest.mark.complete  # the wheel does, above; what is in it: tests/test_wheel.py
 def test_a_source_distribution_is_whole_and_trains(packages, tmp_path):
     installed = Installation(tmp_path, packages["sdist"])  # it builds the same wheel: tests/test_wheel.py
     check_is_whole(installed)

@@ -29,7 +29,7 @@ BERT = """
 import os, time
 from pathlib import Path
 import paceline
-from paceline.demo.workload import make_workload
+from paceline.demo.demo_workload import make_workload
 workload = make_workload(Path({folder!r}), {steps}, 8, deterministic=True)
 if __name__ == "__main__":
     job = paceline.distribute(workload)
@@ -172,7 +172,7 @@ def limited(tmp_path_factory, cluster):
 
 
 @needs_slurm
-@pytest.mark.usefixtures("limited")  # from here on, for the last test of this file
+@pytest.mark.complete  # the same job is killed, and goes on to the same end, below
 def test_four_tasks_of_slurm(bert, cluster):
     number = sent(bert, cluster, "slurm")
     assert ended(cluster, number) == "COMPLETED", log(bert, "slurm", number)
@@ -180,6 +180,7 @@ def test_four_tasks_of_slurm(bert, cluster):
 
 
 @needs_slurm
+@pytest.mark.usefixtures("limited")  # from here on, for the last test of this file
 def test_a_rank_that_leaves_under_slurm(bert, cluster):
     file = write_workload(bert, loop=LATE, name="left.py")
     words = ("slurm", "-j", "1x2", "--job", "left", file)
@@ -346,7 +347,7 @@ def test_when_the_supervisor_is_killed_no_host_keeps_ranks(bert, hosts):
         (["-H", "h1:1,h2:1"], ["-oPubkeyAuthentication=no"], "ermission denied"),
     ],
 )
-def test_a_host_that_is_not_ready_is_one_error_before_anything_starts(bert, hosts, words, options, said):
+def test_launcher_host_not_ready_is_one_error_before_the_start(bert, hosts, words, options, said):
     done = run(bert, *over_ssh(hosts, *words, "bert.py", options=options), inside=hosts)
     assert done.returncode == 2, done.stdout + done.stderr
     assert said in done.stderr
@@ -490,6 +491,7 @@ def test_a_rank_that_leaves_under_mpirun(tmp_path, mpirun, is_ours):
 
 
 @needs_ray
+@pytest.mark.complete  # tests/integration/test_restarts_elsewhere.py starts ranks by Ray
 def test_a_local_ray(bert):
     before = set(leftovers(bert))
     done = run(bert, "--on", "ray", "-n", RANKS, "--plan", "transport=gloo", "--job", "ray", "bert.py")

@@ -92,7 +92,7 @@ def test_ctrl_c_while_hosts_are_asked(tmp_path, hosts):
     with started(tmp_path, hosts, "-H", "h1:1,h2:1", file, options=["-oProxyCommand=sleep 60"]) as job:
         assert wait_for(lambda: "ssh" in [one.name() for one in psutil.Process(job.pid).children()], 60)
         job.send_signal(signal.SIGTERM)
-        out, _ = job.communicate(timeout=15)
+        out, _ = job.communicate(timeout=45)  # ssh would be there for 60
     assert job.returncode == 143, out
     assert "Traceback" not in out
     assert not list((tmp_path / "runs" / "a").glob(".token*"))

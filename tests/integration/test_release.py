@@ -7,13 +7,14 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 
 import pytest
 from packaging.requirements import Requirement
 
 import paceline
 
-from support.built import ROOT, copy_of_tree
+from support.built_packages import ROOT, copy_of_tree
 
 pytestmark = [
     pytest.mark.integration,
@@ -24,6 +25,7 @@ NAMES = {
     f"paceline-{VERSION}-py3-none-any.whl",
     f"paceline-{VERSION}.tar.gz",
     f"paceline-{VERSION}.cdx.json",
+    f"paceline-{VERSION}-site.tar.gz",
     "SHA256SUMS",
     "SHA256SUMS.sig",
 }
@@ -66,6 +68,11 @@ def clone(tmp_path):
     """A repository of this tree, with caches that git ignores, and the version in its changelog."""
     tree = copy_of_tree(tmp_path)
     shutil.copytree(ROOT / "scripts", tree / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "benchmarks", tree / "benchmarks", ignore=shutil.ignore_patterns("__pycache__", "published", "trials")
+    )
+    for path in [*ROOT.glob("*.md"), ROOT / "mkdocs.yml", ROOT / "Containerfile"]:
+        shutil.copy(path, tree)
     changelog = tree / "CHANGELOG.md"
     heading = f"## Unreleased\n\n## {VERSION} - 2026-11-24\n"
     changelog.write_text(changelog.read_text().replace("## Unreleased\n", heading))
@@ -90,11 +97,14 @@ def test_a_dry_run_makes_every_file_the_same_each_time(clone, tmp_path):
     again = subprocess.run([sys.executable, "-c", IN_EARNEST, *map(str, words)], capture_output=True, text=True)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "signed by a@example.org, and verified" in again.stdout
-    assert again.stdout.splitlines()[-2:] == [
+    made = f"{tmp_path}/again/paceline-{VERSION}"
+    assert again.stdout.splitlines()[-3:] == [
         f"release:   git push origin v{VERSION}",
-        f"release:   twine upload {tmp_path}/again/paceline-{VERSION}.tar.gz "
-        f"{tmp_path}/again/paceline-{VERSION}-py3-none-any.whl",
+        f"release:   twine upload {made}.tar.gz {made}-py3-none-any.whl",
+        f"release:   unpack {made}-site.tar.gz where the site is served",
     ]
+    with tarfile.open(f"{made}-site.tar.gz") as site:
+        assert {"index.html", "docs/loops.html", "docs/reference/training.html"} <= set(site.getnames())
     assert (tmp_path / "again" / "SHA256SUMS").read_text() == (out / "SHA256SUMS").read_text()
 
     bill = json.loads((out / f"paceline-{VERSION}.cdx.json").read_text())
@@ -114,7 +124,7 @@ def paceline_requirements():
     return [line.strip(' ",') for line in text.strip().splitlines()]
 
 
-def test_a_release_that_is_none_is_refused_before_anything_is_made(clone):
+def test_release_of_a_dirty_or_untagged_commit_makes_nothing(clone):
     (clone / "more.txt").write_text("")
     dirty = release(clone, "--dry-run")
     assert dirty.returncode == 2

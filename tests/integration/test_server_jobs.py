@@ -26,16 +26,16 @@ from paceline.server.transport.address import Address
 from support.cluster import alone
 from support.jobs import leftovers, losses, paceline, start, wait_for
 from support.sample import COMPLETE
-from support.served import SLOW, check_equal, saved
+from support.server_jobs import SLOW, check_equal, saved
 
 pytestmark = pytest.mark.integration
 
-KILLS = int(os.environ.get("PACELINE_KILLS", "15"))
+KILLS = int(os.environ.get("PACELINE_KILLS", "6"))
 BERT = """
 import sys
 from pathlib import Path
-from paceline.demo.workload import make_workload
-workload = make_workload(Path({folder!r}), 20, 8, deterministic=True, micro_batch_size=8 // int(sys.argv[1]))
+from paceline.demo.demo_workload import make_workload
+workload = make_workload(Path({folder!r}), 14, 8, deterministic=True, micro_batch_size=8 // int(sys.argv[1]))
 """
 
 
@@ -52,14 +52,14 @@ def bert(tmp_path_factory):
 
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=COMPLETE), 2, pytest.param(4, marks=COMPLETE)])
 def test_bert_ends_bit_for_bit_where_one_process_does(bert, workers):
-    """20 steps of two epochs with AdamW, a schedule and clipping; the one process takes the same micro-batches.
+    """14 steps of two epochs with AdamW, a schedule and clipping; the one process takes the same micro-batches.
 
     (One thread: torch's kernels share a sum out over their threads, with others one process does not equal itself.)
     """
     alone, one = f"alone{workers}", {"OMP_NUM_THREADS": "1"}
     assert paceline(bert, "run", "--job", alone, "bert.py", str(workers), **one).code == 0
     expected = saved(bert, alone)
-    for servers in (1, 2, 3):
+    for servers in (1, 3):
         job = f"servers{workers}{servers}"
         plan = f"server={servers}"
         ended = paceline(bert, "run", "-n", str(workers), "--plan", plan, "--job", job, "bert.py", str(workers), **one)
@@ -112,15 +112,25 @@ def members(process):
     return server.children()
 
 
+def pids_by_kind(process, facts):
+    """The processes of a job by what they are."""
+    servers = [node["pid"] for node in facts["nodes"]]
+    others = {*servers, facts["pid"]}
+    workers = [member.pid for member in members(process) if member.pid not in others]
+    return {"worker": workers, "server": servers, "coordinator": [facts["pid"]]}
+
+
 def test_any_process_killed_at_any_moment_changes_nothing(tmp_path, calm):
     """k = 2: one at a time, the next when every range is whole again and two more steps are done.
 
     The second of these has a gradient of every worker that was sent after the kill.
 
-    (A process that is killed again and again before it has begun is given up: see run/supervise/restart_policy.py.)
+    (A process that is killed again and again before it has begun is given up: see run/supervise/supervise_servers.py.)
     """
     steps = 4 * KILLS + 40
     process, draws, kills = slow_job(tmp_path, steps, pause="0.3"), random.Random(0), 0
+    kinds = ["worker", "server", "coordinator"]
+    draws.shuffle(kinds)
     after = 0  # the step that must be done before the next kill
     while kills < KILLS:
         assert process.poll() is None, f"ended after {kills} kills: {process.communicate()}"
@@ -128,9 +138,10 @@ def test_any_process_killed_at_any_moment_changes_nothing(tmp_path, calm):
         step = max(losses(tmp_path / "runs" / "wild"), default=0)
         if steps - step < 2 * (KILLS - kills) + 20:
             (tmp_path / "slow").write_text("3")  # the job must not end before the last kill
-        if step >= after and is_whole(facts_of(tmp_path), workers=2):
+        facts = facts_of(tmp_path)
+        if step >= after and is_whole(facts, workers=2):
             after = step + 2
-            pid = draws.choice(members(process)).pid
+            pid = draws.choice(pids_by_kind(process, facts)[kinds[kills % len(kinds)]])
             os.kill(pid, signal.SIGKILL)
             assert wait_for(lambda pid=pid: not psutil.pid_exists(pid), 20)  # one that is dead can't be killed again
             kills += 1
@@ -161,7 +172,7 @@ def result_of(folder, job="wild"):
 @pytest.mark.parametrize("who", ["server", "coordinator", "worker"])
 def test_a_process_that_is_stopped_and_goes_on(tmp_path, calm, who):
     """Beyond the deadline: a server is fenced and comes back, a worker is waited for."""
-    process = slow_job(tmp_path, 120, pause="0.5")
+    process = slow_job(tmp_path, 60, pause="0.5")
     assert wait_for(lambda: is_whole(facts_of(tmp_path), workers=2), 60)
     facts = facts_of(tmp_path)
     pids = {"coordinator": facts["pid"], "server": facts["nodes"][0]["pid"]}
@@ -178,11 +189,11 @@ def test_a_process_that_is_stopped_and_goes_on(tmp_path, calm, who):
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert fewest_servers(tmp_path) == (1 if who == "server" else 2)
-    assert result_of(tmp_path)["left_out"] == {"gradients": 0, "of": 240}
+    assert result_of(tmp_path)["left_out"] == {"gradients": 0, "of": 120}
     if who == "worker":
         assert "waits for worker 1, which has been silent for" in err
         assert "paceline: worker 1 is back after" in err
-    check_equal(saved(tmp_path, "wild"), calm(120))
+    check_equal(saved(tmp_path, "wild"), calm(60))
 
 
 @pytest.mark.complete
@@ -201,7 +212,7 @@ def test_a_worker_that_is_stopped_for_good_is_replaced(tmp_path, calm, monkeypat
 
 
 @pytest.mark.complete
-def test_a_quorum_goes_on_without_a_worker_that_is_stopped_for_good(tmp_path, monkeypatch):
+def test_quorum_job_continues_without_a_stopped_worker(tmp_path, monkeypatch):
     monkeypatch.setenv("PACELINE_SILENCE_S", "1000")  # nobody takes its place
     process = slow_job(tmp_path, 300, plan="server=1,mode=quorum,quorum=2", workers=3)
     assert wait_for(lambda: is_whole(facts_of(tmp_path)), 60)
@@ -249,7 +260,7 @@ def test_kills_and_stops_at_random_moments():
     assert done.stdout.splitlines()[-1] == "4 trials, 0 wrong"
 
 
-def test_when_all_servers_of_a_range_die_the_job_goes_on_from_its_checkpoint(tmp_path, calm):
+def test_server_job_that_lost_a_range_resumes_from_checkpoint(tmp_path, calm):
     process = slow_job(tmp_path, 60, "--checkpoint-every", "20", plan="server=1", pause="0.2")
     job = tmp_path / "runs" / "wild"
     assert wait_for(lambda: list((job / "checkpoints").glob("step-*")), 90)
@@ -332,7 +343,7 @@ workload = paceline.Workload(
 """
 
 
-@pytest.mark.parametrize("option", ["compile=blocks", "float8=rowwise"])
+@pytest.mark.parametrize("option", ["compile=blocks", pytest.param("float8=rowwise", marks=COMPLETE)])
 def test_options_of_the_model_go_with_servers(tmp_path, option):
     """Workers compute as ranks of replicate do."""
     if option.startswith("float8"):

@@ -16,7 +16,7 @@ import pytest
 
 from support import namespaces
 from support.jobs import command, leftovers, losses, marked, paceline, wait_for
-from support.served import SLOW, check_equal, saved
+from support.server_jobs import SLOW, check_equal, saved
 
 pytestmark = [
     pytest.mark.integration,
@@ -136,6 +136,7 @@ def test_a_process_that_is_killed_is_replaced(tmp_path, hosts, expected, host, n
     check_equal(saved(tmp_path, "wild"), expected)
 
 
+@pytest.mark.complete  # a stop with servers: tests/run/test_jobs.py; a resume: tests/server/test_whole_jobs.py
 def test_a_stop_saves_and_goes_on(tmp_path, hosts, expected):
     with started(tmp_path, hosts, *PLAN) as job:
         assert wait_for(lambda: len(losses(tmp_path / "runs/wild")) > 3, 60)
@@ -150,7 +151,7 @@ def test_a_stop_saves_and_goes_on(tmp_path, hosts, expected):
     check_equal(saved(tmp_path, "wild"), expected)
 
 
-def test_without_a_host_the_others_go_on_where_the_mode_allows_it(tmp_path):
+def test_servers_over_ssh_continue_without_a_host_under_quorum(tmp_path):
     """The one that is cut off had a worker and a server; each range has a replica elsewhere."""
     plan = ("-H", "h1:1,h2:1", "--plan", "replicate=2,server=2,mode=quorum,quorum=1")
     with namespaces.hosts(tmp_path / "hosts") as hosts, started(tmp_path, hosts, *plan, pause="0.3") as job:
@@ -169,7 +170,7 @@ def test_without_a_host_the_others_go_on_where_the_mode_allows_it(tmp_path):
 
 
 @pytest.mark.complete
-def test_under_sync_the_job_ends_with_a_workers_host_and_goes_on_later(tmp_path, expected):
+def test_servers_over_ssh_end_with_a_sync_worker_host_and_resume(tmp_path, expected):
     """Without its samples nobody goes on."""
     every = ("--checkpoint-every", "5")
     with namespaces.hosts(tmp_path / "hosts") as hosts, started(tmp_path, hosts, *PLAN, *every, pause="0.5") as job:
@@ -189,7 +190,7 @@ def test_under_sync_the_job_ends_with_a_workers_host_and_goes_on_later(tmp_path,
 
 
 @pytest.mark.complete
-def test_without_the_coordinators_host_the_job_ends_and_goes_on_later(tmp_path):
+def test_servers_over_ssh_end_with_coordinator_host_and_resume(tmp_path):
     """Until its agent knows, the host that is cut off takes the other for dead, and may go on by itself."""
     with namespaces.hosts(tmp_path / "hosts") as hosts:
         with started(tmp_path, hosts, *PLAN, "--checkpoint-every", "5", pause="0.5") as job:
@@ -209,6 +210,7 @@ def test_without_the_coordinators_host_the_job_ends_and_goes_on_later(tmp_path):
     assert (result["status"], result["steps"]) == ("done", STEPS)
 
 
+@pytest.mark.complete  # a host that is lost: the test above
 def test_a_host_that_is_lost_before_the_first_step_ends_the_job(tmp_path):
     """Nobody comes in its worker's place, and servers begin when all are there."""
     with namespaces.hosts(tmp_path / "hosts") as hosts, started(tmp_path, hosts, *PLAN) as job:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.main import main
-from paceline.launch.command import RankCommand, is_secret, shown
 from paceline.launch.hosts import Host
 from paceline.launch.mpi import MpiOptions, Mpirun, find_mpirun, mpi_command
+from paceline.launch.rank_command import RankCommand, is_secret, shown
 from paceline.launch.ray import RayOptions, ray_job
 from paceline.launch.slurm import SlurmOptions, sbatch_script, submit
 from paceline.launch.ssh import SshOptions, ssh_command, why_lost

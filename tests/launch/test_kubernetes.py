@@ -151,7 +151,7 @@ def test_the_commands_words():
     assert entrypoint.endswith("--on ray -j 2x8 'a b.py' '$(HOME)'")
 
 
-def test_servers_listen_at_their_own_address_with_credentials_that_are_only_named():
+def test_kubernetes_servers_listen_at_pod_ip_with_named_secrets():
     for kind, coordinator in (("jobset", "bert-coordinator-0-0.bert:7070"), ("job", "bert-coordinator-0.bert:7070")):
         manifests = render(a_job(servers=2, kind=kind))
         sets = {one.role: one for one in pod_sets(manifests)}
@@ -454,7 +454,7 @@ def kubectl(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_what_is_sent_is_what_is_printed_and_goes_through_standard_input(kubectl):
+def test_kubectl_gets_the_printed_manifests_on_standard_input(kubectl):
     manifests = render(a_job(gang="yunikorn"))
     assert send(manifests, "lab").strip() == "created"
     assert (kubectl / "words").read_text() == "--context lab apply -f -"

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from paceline.cli import run, server
+from paceline.cli import run_command as run
+from paceline.cli import server_command as server
 from paceline.cli.plan_flags import plan_request
 from paceline.launch.plan_choice import choose_plan
 

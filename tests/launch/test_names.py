@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from paceline.cli.main import main
-from paceline.launch.command import RankCommand, export_lines, quoted
+from paceline.launch.rank_command import RankCommand, export_lines, quoted
 from paceline.launch.slurm import SlurmOptions, sbatch_script
 from paceline.nouns.errors import UsageError
 from paceline.nouns.names import KINDS, is_name, job_name_of
@@ -23,7 +23,7 @@ from paceline.nouns.plan import Plan
 from paceline.run.directory import RunChoice
 from paceline.run.notebook import launch
 
-from support.shown import ROOT
+from support.documented_commands import ROOT
 
 FILE = "import paceline\nworkload = paceline.Workload(**{})\n"
 PODS = ["kubernetes", "--image", "i", "--cpu", "1", "--memory", "2Gi"]
@@ -82,7 +82,7 @@ def refused(words, capsys):
 
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_jobs_name_is_refused_by_every_launcher_and_nothing_is_written(case, start, here, capsys):
+def test_name_of_a_hostile_job_is_refused_and_nothing_is_written(case, start, here, capsys):
     before = sorted(here.rglob("*"))
     error = refused([*STARTS[start], f"--job={HOSTILE[case]}", "train.py"], capsys)
     assert "the job's name" in error
@@ -106,7 +106,7 @@ def test_names_that_a_job_may_have(name, here, capsys):
     assert f"#SBATCH --job-name={name}\n" in script
 
 
-def test_a_file_of_any_name_gives_its_job_a_name_that_it_may_have():
+def test_name_of_a_job_made_from_any_file_name_is_valid():
     for text in (*HOSTILE.values(), "my train (2)", "hetjob", "-.-"):
         name = job_name_of(text)[:200]
         assert is_name("job", name), name
@@ -260,11 +260,11 @@ def test_any_path_is_one_word_of_the_script_for_slurm(folder, tmp_path):
 
 
 @pytest.mark.parametrize("folder", ["a\nb", "a\\b", "my-hetjob", "PackJob"])
-def test_a_path_that_no_script_for_slurm_can_have_is_refused_before_anything(folder, here, monkeypatch, capsys):
+def test_slurm_path_that_no_script_can_have_is_refused_first(folder, here, monkeypatch, capsys):
     (here / folder).mkdir()
     (here / folder / "train.py").write_text(FILE)
     monkeypatch.chdir(here / folder)
-    monkeypatch.setattr("paceline.run.start.slurm.check_sbatch", lambda options: None)
+    monkeypatch.setattr("paceline.run.start.send_to_slurm.check_sbatch", lambda options: None)
     refused(["submit", "slurm", "train.py"], capsys)
     assert not (here / folder / "runs").exists()
 
@@ -315,7 +315,7 @@ def test_no_argument_of_the_airflow_operator_is_a_flag(text, operator, here):
     plain = operator.PacelineOperator(file="f.py", runs="r", plan="p", arguments=["a"], job="j")
     parsed = read_command(words[3:])
     expected = read_command(plain._command("j")[3:])
-    assert set(parsed.given) == set(expected.given), words
+    assert set(parsed.flags) == set(expected.flags), words
     assert parsed.workload == (f"./{text}" if text.startswith("-") else text)
     assert (parsed.plan, parsed.runs, parsed.arguments) == (text, Path(text), ["--", text][-1:])
     assert text == HOSTILE["a bound on length"] or is_name("job", parsed.job)

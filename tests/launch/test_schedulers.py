@@ -8,7 +8,7 @@ import pytest
 
 from paceline.launch import kubernetes
 from paceline.launch.kubernetes.gang import SCHEDULERS
-from paceline.launch.kubernetes.job import GANGS, KINDS
+from paceline.launch.kubernetes.kubernetes_job import GANGS, KINDS
 from paceline.launch.kubernetes.objects import pod_sets
 from paceline.launch.kubernetes.submit import render
 from paceline.nouns.errors import PacelineError, UsageError
@@ -45,7 +45,7 @@ IMPOSSIBLE = [
 
 
 @pytest.mark.parametrize(("gang", "kind", "servers", "why"), IMPOSSIBLE)
-def test_a_kind_that_a_scheduler_cant_schedule_is_refused_with_the_reason(gang, kind, servers, why):
+def test_scheduler_refuses_an_unsupported_kind_with_its_reason(gang, kind, servers, why):
     assert kind in KINDS
     with pytest.raises(UsageError) as caught:
         a_job(servers, kind=kind, gang=gang)
@@ -80,7 +80,7 @@ def test_queues_of_yunikorn_are_labels_of_parts():
 
 
 @pytest.mark.parametrize("gang", GANGS)
-def test_only_schedulers_that_leave_pods_alone_take_a_foreign_runtime(gang):
+def test_scheduler_that_changes_pods_refuses_a_foreign_runtime(gang):
     scheduler = SCHEDULERS[gang]
     if scheduler.changes_pods:
         with pytest.raises(PacelineError, match="its runtime does"):

@@ -8,13 +8,13 @@ import textwrap
 import psutil
 import pytest
 
-from paceline.launch.profile_workload import ProfileRequest, Simulators
+from paceline.launch.simulators import ProfileRequest, Simulators
 from paceline.nouns.errors import WorkloadError
 
 CHILD = """
 import json, os, sys, time
 from pathlib import Path
-from paceline.launch.profile_workload import handed_requests
+from paceline.launch.simulators import handed_requests
 
 requests = handed_requests()
 folder, file = Path(sys.argv[1]), sys.argv[2]
@@ -74,7 +74,7 @@ def simulators(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_each_answer_is_its_requests_and_children_stay_for_the_next(simulators):
+def test_simulators_answer_in_order_and_reuse_their_children(simulators):
     watcher = Watcher()
     (alone,) = simulators.ask(requests("a"), watcher)
     assert len(simulators.children) == 1

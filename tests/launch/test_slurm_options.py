@@ -91,7 +91,7 @@ GOOD = [
 
 
 @pytest.mark.parametrize("words", GOOD)
-def test_options_of_the_users_own_stand_in_the_script_as_they_are(words, capsys):
+def test_slurm_options_of_the_user_are_unchanged_in_the_script(words, capsys):
     assert main([*DRY, *words, "train.py"]) == 0
     script = capsys.readouterr().out
     for word in words:
@@ -119,7 +119,7 @@ def test_what_sbatch_reads_in_a_line():
 
 
 @pytest.mark.parametrize("name", [name for name, taken in TAKEN.items() if taken.variable])
-def test_a_variable_of_sbatch_that_would_win_over_the_script_is_refused(name, monkeypatch, capsys):
+def test_slurm_variable_that_overrides_the_script_is_refused(name, monkeypatch, capsys):
     flags = {"partition": "p", "account": "a", "qos": "q", "time": "9:00:00", "gpus-per-node": "1"}
     words = [f"--{name}", flags[name]] if name in flags else []
     monkeypatch.setenv(TAKEN[name].variable, "other")
@@ -134,7 +134,7 @@ def test_a_variable_of_sbatch_that_would_win_over_the_script_is_refused(name, mo
         assert main([*DRY, "train.py"]) == 0
 
 
-def test_each_line_of_the_script_is_an_option_that_no_user_writes(capsys):
+def test_slurm_script_lines_are_options_reserved_from_users(capsys):
     words = ["--partition=p", "--account=a", "--qos=q", "--time=9:00:00", "--gpus-per-node=1", "--cpus-per-task=1"]
     assert main([*DRY, *words, "train.py"]) == 0
     written = re.findall(r"^#SBATCH --([a-z-]+)", capsys.readouterr().out, re.MULTILINE)
@@ -142,7 +142,7 @@ def test_each_line_of_the_script_is_an_option_that_no_user_writes(capsys):
     assert set(written) <= set(TAKEN)
 
 
-def test_a_secret_is_handed_to_sbatch_and_the_others_stand_in_the_script(here, monkeypatch, capsys):
+def test_slurm_secret_goes_to_sbatch_and_not_into_the_script(here, monkeypatch, capsys):
     program = here / "bin" / "sbatch"
     program.parent.mkdir()
     program.write_text('#!/bin/sh\ncat > sent.sh\nprintf %s "$HF_TOKEN,$FOO" > got\necho 7\n')

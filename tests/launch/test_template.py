@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from paceline.launch.template import Template
+from paceline.launch.process_template import Template
 
 SHOW = """
 import json, os, sys, torch

@@ -56,7 +56,7 @@ def test_every_pod_carries_what_yunikorn_reads():
         assert one.template["spec"]["schedulerName"] == "yunikorn"
 
 
-def test_workers_are_kept_apart_without_barring_them_from_their_placeholders():
+def test_yunikorn_anti_affinity_of_workers_is_only_preferred():
     (one,) = pod_sets(render(a_job(gang="yunikorn")))
     assert list(one.template["spec"]["affinity"]["podAntiAffinity"]) == [
         "preferredDuringSchedulingIgnoredDuringExecution"

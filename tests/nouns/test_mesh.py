@@ -17,7 +17,7 @@ def test_every_rank_has_one_place_and_one_group_per_axis(sizes):
 
 
 @given(st.tuples(*[st.integers(1, 3)] * len(AXES)))
-def test_ranks_share_a_random_stream_where_they_share_stage_and_samples(sizes):
+def test_mesh_random_stream_is_shared_by_equal_stage_and_samples(sizes):
     mesh = Mesh(sizes)
     places = {}
     for rank in range(mesh.world_size):

@@ -32,7 +32,8 @@ IN_A_LINE = {
     "micro_batches": ("micro_batches=4", "pipeline=2", "replicate=2"),
     "transport": ("transport=gloo", "replicate=2", "shard=2"),
     "compression": ("compression=bf16", "shard=2", "tensor=2"),
-    "compression beside tensor": ("compression=topk", "replicate=2,tensor=2", "shard=2,tensor=2"),
+    "transport beside tensor": ("transport=gloo", "shard=2,tensor=2", "tensor=2"),
+    "bucket_bytes with zero=1": ("bucket_bytes=1024", "shard=2,zero=1", "shard=2,zero=2"),
     "bucket_bytes": ("bucket_bytes=1024", "replicate=2", "pipeline=2"),
     "mode": ("mode=async", "server=2", "replicate=2"),
     "mode, as it is by default": ("mode=sync", "server=2", "replicate=2"),
@@ -46,7 +47,7 @@ IN_A_LINE = {
 IN_A_FILE = {
     "transport": ("gloo", "replicate=2", "shard=2"),
     "compression": ("bf16", "shard=2", "tensor=2"),
-    "compression beside tensor": ("bf16", "replicate=2,tensor=2", "shard=2,tensor=2"),
+    "compression beside tensor": ("bf16", "shard=2,tensor=2", "tensor=2"),
     "bucket_bytes": (1024, "replicate=2", "pipeline=2"),
 }
 ANYWHERE = {
@@ -111,7 +112,7 @@ def test_a_value_that_asks_for_nothing_may_stand_anywhere(option):
 
 
 @pytest.mark.parametrize("line", ["shard=1,zero=2", "fsdp=1,zero=3", "tp=1,sequence=on", "pipeline=1,schedule=gpipe"])
-def test_an_axis_of_size_1_is_named_too_and_its_options_are_left_out(line):
+def test_plan_axis_of_size_1_is_accepted_without_its_options(line):
     plan = Plan.parse(line)
     assert plan == Plan()
     assert Plan.of(asdict(plan), "a file") == plan
@@ -143,7 +144,7 @@ def test_without_torchao_its_options_say_what_to_install(monkeypatch):
     assert caught.value.fix == "pip install 'paceline[lowbits]'"
 
 
-def test_a_job_is_refused_before_it_starts_where_torchao_is_missing(monkeypatch):
+def test_plan_without_its_torchao_is_refused_before_the_start(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     request = SimpleNamespace(place="here")
     check_programs(request, Plan())

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.nouns.order import DataOrder, cut, share
+from paceline.nouns.data_order import DataOrder, cut, mix, share
 
 sizes = st.integers(1, 300)
 
@@ -49,6 +49,28 @@ def test_epochs_and_seeds_differ():
     other = [DataOrder(1, 100, 8).index(i) for i in range(100)]
     assert first != second
     assert first != other
+
+
+@given(st.integers(-1, 2**70), sizes, st.integers(0, 5), st.booleans(), st.data())
+def test_a_batch_is_looked_up_in_one_call(seed, samples, epoch, shuffle, data):
+    """The formula, a sample at a time: `DataOrder.indices` writes its hash out."""
+    order = DataOrder(seed, samples, 8, shuffle)
+    start = data.draw(st.integers(0, samples - 1))
+    positions = range(epoch * samples + start, epoch * samples + data.draw(st.integers(start, samples)))
+    expected = [permuted(position % samples, samples, mix(seed, epoch)) for position in positions]
+    assert order.indices(positions) == (expected if shuffle else [position % samples for position in positions])
+
+
+def permuted(place, samples, key):
+    half_bits = max(1, ((samples - 1).bit_length() + 1) // 2)
+    low = (1 << half_bits) - 1
+    while True:
+        left, right = place >> half_bits, place & low
+        for number in range(6):
+            left, right = right, left ^ (mix(key, number, right) & low)
+        place = left << half_bits | right
+        if place < samples:
+            return place
 
 
 def test_places_are_evenly_spread():

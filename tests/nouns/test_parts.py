@@ -199,7 +199,7 @@ PRECISIONS = {
 
 
 @pytest.mark.parametrize("asked", PRECISIONS)
-def test_another_precision_is_never_advised_as_if_it_were_the_same(asked):
+def test_precision_advice_never_names_a_different_precision(asked):
     wanted, unwanted = PRECISIONS[asked]
     with pytest.raises(WorkloadError) as caught:
         paceline.Workload(**PARTS, precision=asked)

@@ -16,8 +16,8 @@ from paceline.nouns.mesh import AXES, SHORT
 from paceline.nouns.plan import OPTIONS, Plan
 from paceline.verify.prove import check_plan
 
+from support.documented_commands import ROOT
 from support.jobs import paceline
-from support.shown import ROOT
 
 PAGE = (ROOT / "docs" / "plan-options.md").read_text()
 CHOICES = {
@@ -88,7 +88,7 @@ def test_values_and_default_are_the_products(name):
 
 def test_flags_are_runs():
     parser = argparse.ArgumentParser()
-    importlib.import_module("paceline.cli.run").add_arguments(parser)
+    importlib.import_module("paceline.cli.run_command").add_arguments(parser)
     known = {flag for action in parser._actions for flag in action.option_strings}
     assert {word(row[1]) for row in WITH_FLAGS.values()} <= known
 
@@ -100,7 +100,7 @@ def test_an_example_is_a_plan(row):
     assert Plan.parse(plan.line()) == plan
 
 
-def test_every_option_that_is_not_a_switch_of_compile_has_an_example():
+def test_plan_page_has_an_example_of_each_option_except_compile():
     shown = {item.split("=")[0] for row in table("## Examples") for item in word(row[0]).split(",")}
     assert {*AXES, *OPTIONS} - shown == {"compile"}
 

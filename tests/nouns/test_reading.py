@@ -18,18 +18,22 @@ from paceline.nouns.reading import (
     DEEPEST,
     LARGEST,
     MOST_DIGITS,
+    LineFollower,
     Whole,
     as_type,
     fault_of,
+    lines_backwards,
     parse_json,
     parse_number,
     parse_whole,
+    read_by_rank,
     read_bytes,
     read_json,
     read_text,
     read_toml,
     reason_of,
     shown,
+    write_whole,
 )
 
 REFUSED = {
@@ -76,7 +80,7 @@ def test_the_deepest_json_is_read():
     assert value == []
 
 
-def test_numbers_that_are_almost_too_long_take_no_longer_than_short_ones():
+def test_reading_numbers_near_the_limit_is_as_fast_as_short_ones():
     def least_s(digits):
         text = json.dumps([int("1" * digits)] * (300_000 // digits))
         took_s = []
@@ -107,7 +111,7 @@ TOML_REFUSED = {
 
 
 @pytest.mark.parametrize("case", TOML_REFUSED)
-def test_what_would_take_long_in_toml_is_refused_before_it_is_parsed(case, tmp_path, monkeypatch):
+def test_reading_slow_toml_is_refused_before_it_is_parsed(case, tmp_path, monkeypatch):
     content, said = TOML_REFUSED[case]
     (tmp_path / "a.toml").write_text(content)
     monkeypatch.setattr(tomllib, "loads", None)  # it must not be called
@@ -257,32 +261,74 @@ def test_no_error_is_longer_than_a_screen():
     assert error.asked.endswith("...")
 
 
-class Watched(io.BytesIO):
+def test_lines_that_come_are_read_once_and_when_they_are_whole(tmp_path):
+    path = tmp_path / "lines"
+    follower = LineFollower.at_end(path)
+    with pytest.raises(FileNotFoundError):
+        list(follower.lines())
+    path.write_bytes(b"one\ntw\ro\nthr")
+    assert list(follower.lines()) == [(0, b"one\n"), (4, b"tw\ro\n")]
+    assert list(follower.lines()) == []
+    assert (follower.offset, follower.size) == (9, 9), "the last line is being written"
+    path.write_bytes(b"one\ntw\ro\nthree\n")
+    assert list(follower.lines()) == [(9, b"three\n")]
+    assert list(LineFollower.at_end(path).lines()) == []
+
+
+class Watched(io.FileIO):
     """A file that notes the longest piece that is read of it at once."""
 
     longest = 0
 
-    def readline(self, size=-1):
-        line = super().readline(size)
-        self.longest = max(self.longest, len(line))
-        return line
+    def read(self, size=-1):
+        piece = super().read(size)
+        Watched.longest = max(Watched.longest, len(piece))
+        return piece
 
 
-def test_a_long_line_is_passed_over_and_never_in_memory_as_a_whole(monkeypatch):
-    monkeypatch.setattr(reading, "LONGEST_LINE", 10)
-    file = Watched(b"one\n" + b"x" * 10_000 + b"\ntwo\n" + b"y" * 9 + b"\n" + b"z" * 10 + b"\nend")
-    kept = [line for line in reading.lines_of(file) if b"too long" not in line]
-    assert kept == [b"one\n", b"two\n", b"y" * 9 + b"\n", b"end"]
-    assert file.longest <= 10
-    file.seek(0)
-    assert len(list(reading.lines_of(file))) == 6, "another line stands for a long one"
-
-
-def test_lines_that_come_are_read_once_and_when_they_are_whole(tmp_path):
+def test_a_long_line_that_comes_in_pieces_is_passed_over_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "_READ_BYTES", 10)
+    monkeypatch.setattr(reading, "open", lambda path, *_, opener: Watched(path, opener=opener), raising=False)
     path = tmp_path / "lines"
-    path.write_bytes(b"one\ntwo\nthr")
-    lines, offset = reading.lines_after(path, 0)
-    assert (lines, offset) == ([b"one\n", b"two\n"], 8)
-    assert reading.lines_after(path, offset) == ([], 8)
-    path.write_bytes(b"one\ntwo\nthree\n")
-    assert reading.lines_after(path, offset) == ([b"three\n"], 14)
+    path.write_bytes(b"one\n" + b"x" * 25)
+    follower = LineFollower(path)
+    assert [line for _, line in follower.lines()] == [b"one\n"]
+    assert follower.offset >= 24, "what was read of it is not read again"
+    path.write_bytes(b"one\n" + b"x" * 25 + b"\ntwo\n" + b"y" * 9 + b"\n")
+    assert [line for _, line in follower.lines()] == [b"two\n", b"y" * 9 + b"\n"]
+    assert follower.num_too_long == 1
+    assert Watched.longest == 10, "it was never in memory as a whole"
+
+
+@pytest.mark.parametrize("block", [1, 3, 7, 100])
+def test_lines_from_the_end_on(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(reading, "_BLOCK", block)
+    path = tmp_path / "lines"
+    assert list(lines_backwards(path)) == []
+    path.write_bytes(b"one\n\ntwo\nthr")
+    assert list(lines_backwards(path)) == [b"thr", b"two", b"", b"one"]
+    assert list(lines_backwards(path, most_bytes=5)) == [b"thr"]
+    monkeypatch.setattr(reading, "LONGEST_LINE", 4)
+    path.write_bytes(b"one\n" + b"x" * 50 + b"\ntwo\n")
+    assert [line for line in lines_backwards(path) if line.strip(b"x")] == [b"two", b"one"]
+
+
+def test_what_ranks_have_written_is_read_by_rank(tmp_path):
+    assert read_by_rank(tmp_path / "nowhere", dict) == {}
+    for name, text in {"10": '{"a": 1}', "2": '{"a": 2}', "3": "{", "4": "[]", "x": '{"a": 3}'}.items():
+        (tmp_path / f"{name}.json").write_text(text)
+    assert list(read_by_rank(tmp_path, {"a": int}).items()) == [(2, {"a": 2}), (10, {"a": 1})]
+
+
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    write_whole(path, "one")
+    monkeypatch.setattr("pathlib.Path.replace", raise_full)
+    with pytest.raises(OSError, match="full"):
+        write_whole(path, "two")
+    assert path.read_text() == "one"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def raise_full(*_):
+    raise OSError(28, "the disk is full")

@@ -7,7 +7,7 @@ import pytest
 from paceline.nouns.table import aligned
 
 
-def test_a_column_is_as_wide_as_its_widest_cell_or_as_its_form_says():
+def test_table_column_width_is_its_widest_cell_or_its_format():
     rows = [("name", "size", "why"), ("a", 12345, ""), ("longer", 1, "x{}")]
     assert aligned(rows, "{:<}  {:>6} ({})") == [
         "name      size (why)",

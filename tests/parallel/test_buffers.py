@@ -302,7 +302,7 @@ def with_table(size):
 
 
 @pytest.mark.parametrize("first", [0, 2])
-def test_a_large_buffer_that_is_written_unseen_in_the_first_steps_is_always_compared(first):
+def test_buffers_with_early_unseen_writes_are_always_compared(first):
     model = with_table(2**18 + 1)
 
     def write(step):
@@ -313,7 +313,7 @@ def test_a_large_buffer_that_is_written_unseen_in_the_first_steps_is_always_comp
 
 
 @pytest.mark.parametrize(("size", "is_found"), [(2**18, True), (2**18 + 1, False)])
-def test_a_late_unseen_write_is_found_in_a_buffer_of_up_to_one_mebibyte(size, is_found):
+def test_buffers_up_to_one_mebibyte_show_a_late_unseen_write(size, is_found):
     model = with_table(size)
 
     def write(step):
@@ -325,7 +325,7 @@ def test_a_late_unseen_write_is_found_in_a_buffer_of_up_to_one_mebibyte(size, is
     assert steps_of(model, write, 9) == [step == 7 or (step == 5 and is_found) for step in range(9)]
 
 
-def test_values_are_read_once_in_a_step_and_a_large_buffers_only_at_first(monkeypatch):
+def test_buffers_are_read_once_a_step_and_large_ones_only_early(monkeypatch):
     model, read = nn.Module(), []
     model.register_buffer("small", torch.zeros(4))
     model.register_buffer("large", torch.zeros(2**19))

@@ -15,7 +15,7 @@ from paceline.verify.ranks.keep_float64 import kept_wide
 from parallel.test_every_plan import make
 
 from support import attention_models, expert_models
-from support.cells import compare, train
+from support.rank_comparisons import compare, train
 from support.ranks import run_ranks
 
 TALKED = []
@@ -81,7 +81,7 @@ def test_what_talks_runs_as_it_is_in_every_call(compiled):
     assert all(node.target is not talk for node in compiled[0].graph.nodes)
 
 
-def test_layers_that_are_alike_are_compiled_once_and_others_apart(compiled):
+def test_compiled_regions_are_shared_only_by_equal_layers(compiled):
     x, weight = torch.randn(4, 4), torch.randn(4, 4)
     alike = graph_of(lambda x, w: layer(layer(layer(x, w).neg(), w).neg(), w), x, weight)
     check(alike, x, weight)
@@ -93,7 +93,7 @@ def test_layers_that_are_alike_are_compiled_once_and_others_apart(compiled):
     assert len(compiled) == 2  # the same operations, of other shapes
 
 
-def test_a_compiled_region_goes_with_the_last_graph_that_calls_it(compiled):
+def test_compiled_region_is_freed_with_its_last_graph(compiled):
     x, weight = torch.randn(4, 4), torch.randn(4, 4)
     regions = CompiledRegions()
     graph = graph_of(lambda x, w: layer(layer(x, w).neg(), w), x, weight)

@@ -398,7 +398,7 @@ def test_files_are_read_as_ever(tmp_path):
     assert all(torch.equal(got[f"{index}.weight"], saved["weight"]) for index in range(3))
 
 
-def test_the_callers_random_numbers_and_dtype_go_on_between_tensors():
+def test_deferred_tensors_keep_the_random_numbers_of_the_caller():
     seed_all()
     expected = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).state_dict()
     seed_all()
@@ -484,7 +484,7 @@ def swallow(module):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cant_be_deferred_says_so_and_leaves_the_random_numbers(name):
+def test_deferred_refusal_gives_reason_and_keeps_random_numbers(name):
     change, reason = REFUSED[name]
     seed_all()
     before, trunc_normal = states(), nn.init._no_grad_trunc_normal_
@@ -505,7 +505,7 @@ def _(tensor):
     return torch.empty_like(tensor).t().contiguous().t()  # not the strides that it has in the end
 
 
-def test_values_are_right_where_the_meta_device_foresees_other_strides():
+def test_deferred_values_are_right_if_meta_strides_differ():
     factory = filled(lambda module: module.register_buffer("d", doubled(nn.init.normal_(module.w).detach()), False))
     seed_all()
     plain = factory().d
@@ -563,8 +563,8 @@ print((kib("VmHWM") - before) * 1024, max(sizes.values()))
 
 
 @SLOW
-@pytest.mark.parametrize("wanted", ["none", "all"])
-def test_a_bert_is_replayed_in_little_more_than_its_largest_tensor(wanted):
+@pytest.mark.parametrize("wanted", [pytest.param("none", marks=pytest.mark.complete), "all"])
+def test_deferred_bert_needs_little_more_than_its_largest_tensor(wanted):
     done = subprocess.run([sys.executable, "-c", CHILD, wanted], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     peak, largest = map(int, done.stdout.split()[-2:])

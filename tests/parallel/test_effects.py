@@ -187,13 +187,14 @@ EFFECTS = {
     "module pre-hook": (changed(module_pre_hook), sgd, _OWN_CODE, _OWN_CODE),
     "autograd function": (Clamped, sgd, set(_PLANS), set(_LOOP_PLANS)),
     "tensor hook": (HookedActivation, sgd, _OWN_CODE, _OWN_CODE),
-    "tied by data": (changed(tied_by_data), sgd, _WHOLE, _WHOLE),
-    "flat parameter": (changed(flat), sgd, _WHOLE, _WHOLE),
+    # The workload is converted to float64, where parameters have memory of their own.
+    "tied by data": (changed(tied_by_data), sgd, _OWNED, _WHOLE),
+    "flat parameter": (changed(flat), sgd, _OWNED, _WHOLE),
     "optimizer pre-hook": (Net, pre_hooked, _WHOLE, _OWNED),
     "optimizer post-hook": (Net, post_hooked, _WHOLE, _OWNED),
     "replaced step": (Net, replaced_step, _WHOLE, _OWNED),
-    "projected weights": (Projected, sgd, _WHOLE, _OWNED),
-    "moving teacher": (Teacher, sgd, {"replicate=2", "tensor=2"}, {*_OWNED, "tensor=2"}),
+    "projected weights": (Projected, sgd, _OWNED, _OWNED),
+    "moving teacher": (Teacher, sgd, {*_OWNED, "tensor=2"}, {*_OWNED, "tensor=2"}),
     "max_norm": (Renormed, sgd, set(), set()),
 }
 

@@ -85,7 +85,7 @@ class Declared(Named):
     ],
     ids=lambda optimizer: type(optimizer).__name__,
 )
-def test_elementwise_optimizers_take_parts_and_are_left_without_a_trace(optimizer):
+def test_elementwise_optimizers_take_parts_and_stay_unchanged(optimizer):
     random, before = torch.get_rng_state(), [parameter.detach().clone() for parameter in PARAMETERS]
     assert find_whole_parameters(optimizer, ["tensor"]) == set()
     assert torch.equal(torch.get_rng_state(), random)
@@ -107,7 +107,7 @@ def test_elementwise_optimizers_take_parts_and_are_left_without_a_trace(optimize
     ],
     ids=lambda value: f"{type(value).__name__}-{value.param_groups[0]['lr']}" if hasattr(value, "step") else "",
 )
-def test_others_want_whole_parameters_even_where_the_schedule_begins_at_0(optimizer, whole):
+def test_elementwise_check_finds_other_optimizers_at_rate_0_too(optimizer, whole):
     if whole is None:  # all that it has
         whole = {*optimizer.param_groups[0]["params"], *optimizer.others.param_groups[0]["params"]}
         assert len(whole) == 2

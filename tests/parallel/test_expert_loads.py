@@ -9,7 +9,7 @@ import torch
 
 from paceline.comm import api
 from paceline.nouns.plan import Plan
-from paceline.nouns.record import ExpertLoad
+from paceline.nouns.step_record import ExpertLoad
 from paceline.train.job import Job
 from paceline.verify.ranks.keep_float64 import kept_wide
 

@@ -44,7 +44,7 @@ def train(rank, plan):
 @pytest.mark.parametrize(
     "plan", ["replicate=2", "shard=2", "shard=2,zero=1", "tensor=2", "shard=2,tensor=2", "shard=2,pipeline=2"]
 )
-def test_parameters_may_be_frozen_and_trained_again_between_steps(plan):
+def test_freezing_and_unfreezing_between_steps_equals_one_rank(plan):
     losses, gain = run_ranks(1, train, "replicate=1")[0]
     for other_losses, other_gain in run_ranks(Plan.parse(plan).world_size, train, plan):
         assert other_losses == pytest.approx(losses, rel=1e-10)

@@ -10,7 +10,7 @@ import paceline
 from paceline.comm import api
 from paceline.nouns.errors import LossError
 from paceline.nouns.plan import Plan
-from paceline.parallel.guarded_update import can_leave_out, is_fused_on, left_out_if
+from paceline.parallel.loss_scale import can_leave_out, is_fused_on, left_out_if
 from paceline.train import step as step_module
 from paceline.train.job import Job
 

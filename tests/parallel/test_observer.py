@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+from dataclasses import asdict
+
 import pytest
 import torch
 
+import paceline
 from paceline.comm import api
 from paceline.nouns.plan import Plan
 from paceline.parallel.observer import StepObserver
@@ -26,6 +31,9 @@ class Notes(StepObserver):
 
     def block_gathered(self, prefix, module):
         self.lines.append(f"{self.name}gathered {prefix}")
+
+    def backward_ended(self, model):
+        self.lines.append(f"{self.name}backward")
 
     def gradients_reduced(self, parameters):
         counts = [parameter.grad is not None for parameter in parameters.values()]
@@ -73,6 +81,35 @@ def test_a_step_is_followed_and_not_changed(line):
         assert parameters == PARAMETERS
 
 
+def watched_loop(rank, line, is_watched):
+    os.environ["PACELINE_PLAN"] = json.dumps(asdict(Plan.parse(line)))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+    job, model, optimizer = paceline.prepare(model, torch.optim.AdamW(model.parameters()))
+    lines: list[str] = []
+    if is_watched:
+        job.parallel.observe(Notes(lines))
+    for step in range(2):
+        job.backward(model(torch.full((2, 4), 1.0 + step + rank)).square().mean(), weight=2)
+        optimizer.step()
+        optimizer.zero_grad()
+    job.end_step()
+    with job.gathered():
+        sums = [float(parameter.detach().double().sum()) for parameter in model.parameters()]
+    return lines, sums
+
+
+@pytest.mark.parametrize("line", ["replicate=2", "shard=2"])
+def test_a_step_of_a_loop_is_followed_and_not_changed(line):
+    plain = run_ranks(2, watched_loop, line, False)
+    for rank, (lines, sums) in enumerate(run_ranks(2, watched_loop, line, True)):
+        assert sums == plain[rank][1]
+        gathered = [text for text in lines if text.startswith("gathered")]
+        assert bool(gathered) == (line == "shard=2")
+        step = ["backward", "reduce", "4 of 4 have gradients", "update", "reduce", "4 of 4 have states"]
+        assert [text for text in lines if text not in gathered] == step * 2
+
+
 def raising(rank):
     api.init()
     job = Job(workload("mlp"), Plan())
@@ -89,5 +126,5 @@ def raising(rank):
     return all(torch.equal(old, new) for old, new in zip(before, job.model.parameters(), strict=True))
 
 
-def test_an_observers_error_ends_the_step_before_anything_is_updated():
+def test_observer_error_ends_the_step_before_any_update():
     assert run_ranks(1, raising) == [True]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from paceline.comm import api
-from paceline.comm.fully_shard import local
+from paceline.comm.dtensor_parts import local
 from paceline.nouns.patching import patched
 from paceline.nouns.plan import Plan
 from paceline.parallel import offload_activations

@@ -57,10 +57,10 @@ def job_of(make, plan, **parts):
 
 def state_of(job):
     """What this rank holds of the model and of the optimizers' state, and which part it is."""
-    held = job.parallel.held()
+    held = job.parallel.local_shards()
     parts = snapshot.model_parts(job.model, held, job.size)
     more, description = snapshot.optimizer_state(job.model, job.optimizer, held, job.size)
-    state = {name: (part.tensor.clone(), part.held.shard_spec) for name, part in {**parts, **more}.items()}
+    state = {name: (part.tensor.clone(), part.shard.shard_spec) for name, part in {**parts, **more}.items()}
     return state, description["owners"]
 
 
@@ -287,7 +287,7 @@ def refuse_all(rank):
     return texts
 
 
-def test_what_a_plan_can_not_do_is_refused_on_every_rank_before_the_first_step():
+def test_optimizer_list_unfit_for_a_plan_is_refused_on_all_ranks():
     for texts in run_ranks(2, refuse_all):
         for (plan, _, found), text in zip(REFUSED_BY_PLAN, texts, strict=True):
             assert found in text, (plan, text)

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 import paceline
 from paceline.comm import api
 
-from support.cells import compare, train, two_steps
-from support.looped import LoopedExperts
+from support.looped_experts import LoopedExperts
+from support.rank_comparisons import compare, train, two_steps
 from support.ranks import run_ranks
 
 WORDS, WIDTH = 32, 32

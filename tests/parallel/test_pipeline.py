@@ -18,9 +18,9 @@ from paceline.nouns.errors import PlanError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import SCHEDULES, Plan
 from paceline.nouns.schedule import BACKWARD, FORWARD, WEIGHTS, check, make_schedule, picture
-from paceline.parallel.pipeline.strategy import same_shapes
+from paceline.parallel.pipeline.pipeline_strategy import same_shapes
 from paceline.train.job import Job
-from paceline.verify.ranks.dropout_trace import DropoutTrace
+from paceline.verify.ranks.draw_trace import DrawTrace
 
 from support.models import workload
 from support.ranks import run_ranks
@@ -173,7 +173,11 @@ def train(rank, make, parts, plan):
     api.init()
     job = Job(make(**parts), Plan.parse(plan))
     steps = [(job.step(batch), job.last.gradient_norm) for batch in job.batches()]
-    return steps, {n: p.detach().clone() for n, p in job.model.named_parameters() if not p.is_meta}, job.parallel.held()
+    return (
+        steps,
+        {n: p.detach().clone() for n, p in job.model.named_parameters() if not p.is_meta},
+        job.parallel.local_shards(),
+    )
 
 
 def assert_equal_to_one_rank(results, make, parts):
@@ -289,7 +293,7 @@ def masks_of(rank, plan, folder):
         if number:
             job.load(folder)
         for batch in job.batches():
-            with DropoutTrace() as drawn:
+            with DrawTrace() as drawn:
                 loss = job.step(batch)
             taken[number].append((loss, drawn.forward, drawn.again))
             if not number and job.step_number == 1:

@@ -19,7 +19,7 @@ from paceline.parallel import programs
 from paceline.parallel.programs import Programs
 from paceline.train.job import Job
 
-from support.cells import compare, held_here
+from support.rank_comparisons import compare, held_here
 from support.ranks import preload, run_ranks
 
 preload("paceline.train.job", "paceline.train.loop_job", "paceline.parallel.split_forward")

@@ -88,7 +88,7 @@ def train(rank, sizes, plan):
     except PacelineError as error:
         return str(error)
     state = {n: p.to_local() if hasattr(p, "to_local") else p for n, p in job.model.named_parameters() if not p.is_meta}
-    return steps, {name: tensor.detach().clone() for name, tensor in state.items()}, job.parallel.held()
+    return steps, {name: tensor.detach().clone() for name, tensor in state.items()}, job.parallel.local_shards()
 
 
 # A stage that sends what it also keeps for its weights' half of the backward pass.
@@ -117,26 +117,38 @@ MAKES_ONE_MODEL = {
 }
 
 
-@pytest.mark.slow
-@example(MAKES_ONE_MODEL, "shard=3")
-@example(KEEPS_WHAT_IT_SENDS, "pipeline=3,schedule=zero_bubble")
-@given(sizes_of_jobs, meshes())
-@settings(
-    deadline=None,
-    max_examples=12,
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
-def test_any_job_on_any_mesh_is_that_of_one_rank(sizes, plan):
+def check_job(sizes, plan):
+    """Compare a job under a plan with that of one rank; return False if all ranks refuse the plan."""
     ((steps, whole, _),) = run_ranks(1, train, sizes, "replicate=1")
     results = run_ranks(Plan.parse(plan).world_size, train, sizes, plan)
     if any(isinstance(result, str) for result in results):
         assert all(isinstance(result, str) for result in results), results
-        return
-    for other_steps, state, held in results:
-        for one, other in zip(steps, other_steps, strict=True):
-            assert other == pytest.approx(one, rel=1e-10)
+        return False
+    for rank_steps, state, held in results:
+        for step_loss, expected in zip(rank_steps, steps, strict=True):
+            assert step_loss == pytest.approx(expected, rel=1e-10)
         for name, tensor in state.items():
             expected = take(whole[name], held[name].shard_spec) if name in held else whole[name]
             torch.testing.assert_close(tensor, expected, rtol=1e-9, atol=1e-11)
     assert {name for _, state, _ in results for name in state} == whole.keys()
+    return True
+
+
+@pytest.mark.slow
+def test_any_job_on_any_mesh_is_that_of_one_rank():
+    have_trained = []
+
+    @example(MAKES_ONE_MODEL, "shard=3")
+    @example(KEEPS_WHAT_IT_SENDS, "pipeline=3,schedule=zero_bubble")
+    @given(sizes_of_jobs, meshes())
+    @settings(
+        deadline=None,
+        max_examples=12,
+        phases=[Phase.explicit, Phase.reuse, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    def run(sizes, plan):
+        have_trained.append(check_job(sizes, plan))
+
+    run()
+    assert sum(have_trained) >= len(have_trained) / 2, "most plans are refused, and nothing is compared"

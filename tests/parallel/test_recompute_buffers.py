@@ -183,7 +183,7 @@ def test_large_buffers_that_nothing_wrote_are_not_held_twice():
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_values_of_a_gpus_buffers_are_compared_in_the_first_passes_alone(device, monkeypatch):
+def test_recompute_compares_gpu_buffers_only_in_the_first_passes(device, monkeypatch):
     """The host would wait for them. One that was written unseen in these passes stays copied."""
     compared = []
 

@@ -243,7 +243,7 @@ def unseen_buffers(rank):
     return job.model.written.clone(), job.model.assigned.clone()
 
 
-def test_buffers_that_are_assigned_or_written_through_data_become_the_mean():
+def test_replicate_averages_buffers_assigned_or_written_by_data():
     """Of equal parts of the batch, so that the mean is what one process has."""
     (alone,) = run_ranks(1, unseen_buffers)
     assert alone[0].abs().sum() > 0
@@ -313,7 +313,7 @@ def look_between_steps(rank, make):
     return losses
 
 
-def test_a_persons_own_backward_pass_between_steps_changes_nothing():
+def test_replicate_own_backward_pass_between_steps_has_no_effect():
     losses, _, _ = alone(bert_workload, {})
     for others in run_ranks(2, look_between_steps, bert_workload):
         assert others == pytest.approx(losses, rel=1e-12)

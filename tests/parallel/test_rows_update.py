@@ -12,7 +12,7 @@ from paceline.comm.ledger import Ledger
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.parallel.shard.local_optimizer_step import step_on_rows
-from paceline.parallel.shard.strategy import Shard, local
+from paceline.parallel.shard.shard_strategy import Shard, local
 
 from support.ranks import run_ranks
 

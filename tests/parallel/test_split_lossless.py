@@ -163,6 +163,6 @@ def _evaluate(rank: int, plan: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("plan", ["pipeline=2,shard=2", "shard=2,tensor=2"])
-def test_evaluation_where_ranks_have_different_numbers_of_micro_batches(plan: str):
+def test_split_evaluation_with_uneven_batches_equals_one_rank(plan: str):
     (one,) = run_ranks(1, _evaluate, "replicate=1")
     assert all(result == pytest.approx(one, rel=1e-12) for result in run_ranks(4, _evaluate, plan))

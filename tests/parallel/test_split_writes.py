@@ -154,7 +154,7 @@ def train(rank, model, plan, parts):
     job = Job(workload(model, **parts), Plan.parse(plan))
     losses = [job.step(batch) for batch in job.batches()]
     states = [*job.model.named_parameters(), *job.model.named_buffers()]
-    held = job.parallel.held()
+    held = job.parallel.local_shards()
     return losses, {
         name: (held[name].shard_spec if name in held else None, tensor.detach().clone())
         for name, tensor in states

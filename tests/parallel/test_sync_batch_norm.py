@@ -19,7 +19,7 @@ from paceline.train.job import Job
 
 from support.ranks import preload, run_ranks
 
-preload("paceline.train.loop_job", "paceline.parallel.split_forward", "paceline.parallel.shard.loop_models")
+preload("paceline.train.loop_job", "paceline.parallel.split_forward", "paceline.parallel.shard.sharded_loop_models")
 DATA = list(torch.randn(11, 2, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(3)))
 
 

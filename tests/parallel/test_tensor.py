@@ -11,8 +11,8 @@ import paceline
 from paceline.checkpoint.reshard import take
 from paceline.comm import api
 from paceline.graph.capture import capture
-from paceline.graph.layout import choose_layout
 from paceline.graph.placement import Split
+from paceline.graph.tensor.tensor_layout import choose_layout
 from paceline.nouns.errors import PacelineError, PlanError
 from paceline.nouns.plan import Plan
 from paceline.parallel import graph_model
@@ -93,7 +93,7 @@ def train(rank, sizes, plan):
     api.init()
     job = Job(small_workload(**sizes), Plan.parse(plan))
     steps = [(job.step(batch), job.last.gradient_norm) for batch in job.batches()]
-    return steps, {n: p.detach().clone() for n, p in job.model.named_parameters()}, job.parallel.held()
+    return steps, {n: p.detach().clone() for n, p in job.model.named_parameters()}, job.parallel.local_shards()
 
 
 def assert_one_rank(ranks, sizes, plan):
@@ -200,7 +200,7 @@ def drop(rank):
         job.step(batch)
         gradient = job.model[2].weight.grad  # of ones: twice 2 * kept / 0.5, whole numbers of eighths
         found.append(gradient.clone())
-    return found, job.parallel.held().get("2.weight")
+    return found, job.parallel.local_shards().get("2.weight")
 
 
 def test_dropout_keeps_the_same_elements_bit_for_bit():

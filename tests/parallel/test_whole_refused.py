@@ -137,7 +137,7 @@ def train_with_more_later(rank, make, plan):
 
 
 @pytest.mark.parametrize("plan", ["shard=2", "shard=2,zero=1", "tensor=2"])
-def test_parameters_that_come_later_are_refused_where_parts_are_not_enough(plan):
+def test_whole_update_refuses_parameters_added_later(plan):
     for losses, text in run_ranks(2, train_with_more_later, Lamb, plan):
         assert len(losses) == 2  # none with a wrong update
         assert "Lamb was given first.bias and 1 more after the start" in text
@@ -145,7 +145,7 @@ def test_parameters_that_come_later_are_refused_where_parts_are_not_enough(plan)
 
 
 @pytest.mark.parametrize("plan", ["shard=2", "tensor=2"])
-def test_parameters_that_come_later_are_updated_where_parts_are_enough(plan):
+def test_part_update_accepts_parameters_added_later(plan):
     expected, _ = run_ranks(1, train_with_more_later, torch.optim.AdamW, "replicate=1")[0]
     for losses, text in run_ranks(2, train_with_more_later, torch.optim.AdamW, plan):
         assert text == ""
@@ -169,14 +169,14 @@ def train_what_was_frozen(rank, make, plan):
 
 
 @pytest.mark.parametrize("plan", ["shard=2", "tensor=2"])
-def test_parameters_that_were_frozen_are_refused_where_parts_are_not_enough(plan):
+def test_whole_update_refuses_parameters_that_were_frozen(plan):
     for losses, text in run_ranks(2, train_what_was_frozen, Lamb, plan):
         assert len(losses) == 2  # none with a wrong update
         assert "frozen.bias and 1 more after the start, or it was frozen then" in text
 
 
 @pytest.mark.parametrize("plan", ["shard=2", "tensor=2"])
-def test_parameters_that_were_frozen_are_updated_where_parts_are_enough(plan):
+def test_part_update_accepts_parameters_that_were_frozen(plan):
     expected, _ = run_ranks(1, train_what_was_frozen, torch.optim.AdamW, "replicate=1")[0]
     for losses, text in run_ranks(2, train_what_was_frozen, torch.optim.AdamW, plan):
         assert text == ""

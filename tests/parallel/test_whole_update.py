@@ -10,10 +10,8 @@ from torch import nn
 
 from paceline.checkpoint.reshard import take
 from paceline.comm import api
-from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
-from paceline.nouns.shard_spec import Cut, ShardSpec
-from paceline.parallel.whole_update import CutParameter, assign_owners
+from paceline.nouns.shard_spec import ShardSpec
 from paceline.train import snapshot
 from paceline.train.job import Job
 
@@ -49,10 +47,10 @@ WITH_UNUSED = {1: ("replicate=1",), 2: ("shard=2", "tensor=2"), 4: ("shard=2,ten
 
 def state_of(job):
     """What this rank holds of the model and of the optimizer's state, and which part it is."""
-    held = job.parallel.held()
+    held = job.parallel.local_shards()
     parts = snapshot.model_parts(job.model, held, job.size)
     more, description = snapshot.optimizer_state(job.model, job.optimizer, held, job.size)
-    state = {name: (part.tensor.clone(), part.held.shard_spec) for name, part in {**parts, **more}.items()}
+    state = {name: (part.tensor.clone(), part.shard.shard_spec) for name, part in {**parts, **more}.items()}
     for name, number in description["numbers"].items():
         state[name] = (torch.tensor(number), ShardSpec(()))
     return state
@@ -95,40 +93,6 @@ def test_it_ends_where_one_process_does(optimizer, plan):
     assert seen == whole.keys()
 
 
-def test_owners_have_equally_much_up_to_one_parameter():
-    sizes = [40, 30, 30, 20, 10, 10, 7, 5, 3, 1, 1]
-    cut = {f"p{n}": CutParameter((size, 2), {"shard": Cut(0, (size,), 0, 4)}) for n, size in enumerate(sizes)}
-    owners = assign_owners(cut, Mesh.parse("shard=4"))
-    shares = [sum(2 * size for n, size in enumerate(sizes) if owners[f"p{n}"] == {"shard": r}) for r in range(4)]
-    assert sum(shares) == 2 * sum(sizes)
-    assert max(shares) - min(shares) <= 10
-    # Whichever rank computes it, and in whatever order it has them.
-    elsewhere = {name: CutParameter(cut[name].shape, {"shard": Cut(0, (1,), 3, 4)}) for name in reversed(cut)}
-    assert assign_owners(elsewhere, Mesh.parse("shard=4")) == owners
-
-
-def test_a_parameter_that_an_axis_does_not_cut_has_an_owner_at_each_of_its_ranks():
-    both = {"tensor": Cut(1, (4,), 0, 2), "shard": Cut(0, (8,), 0, 2)}
-    cut = {name: CutParameter((8, 4), both) for name in "abcd"}
-    cut["norm"] = CutParameter((30,), {"shard": both["shard"]})
-    owners = assign_owners(cut, Mesh.parse("shard=2,tensor=2"))
-    assert {tuple(sorted(owners[name].items())) for name in "abcd"} == {
-        (("shard", s), ("tensor", t)) for s in range(2) for t in range(2)
-    }
-    assert owners["norm"].keys() == {"shard"}
-
-
-def test_a_tied_parameter_has_one_owner_for_all_its_stages():
-    """Each stage's ranks assign all parameters, so that what two of them hold goes to the same places."""
-    cut = {
-        "first": CutParameter((64, 2), {"shard": Cut(0, (64,), 0, 2)}, (0,)),
-        "tied": CutParameter((32, 2), {"shard": Cut(0, (32,), 0, 2)}, (0, 1)),
-        "last": CutParameter((16, 2), {"shard": Cut(0, (16,), 0, 2)}, (1,)),
-    }
-    owners = assign_owners(cut, Mesh.parse("pipeline=2,shard=2"))
-    assert owners == {"first": {"shard": 0}, "tied": {"shard": 1}, "last": {"shard": 0}}
-
-
 def train_gpt2(rank, plan):
     """GPT-2, whose matrix for queries, keys and values is cut in each of its three blocks."""
     api.init()
@@ -137,9 +101,7 @@ def train_gpt2(rank, plan):
     job = Job(models.workload("gpt2", model=make, optimizer=optimizer, clip_norm=0.5), Plan.parse(plan))
     steps = [(job.step(batch), job.last.gradient_norm) for batch in job.batches()]
     update = getattr(job.parallel.placed, "whole_update", None)
-    blocks = (
-        {len(p.cuts["tensor"].blocks) for p in update.parameters.values() if "tensor" in p.cuts} if update else set()
-    )
+    blocks = {len(parameter.cut.blocks) for parameter in update.parameters.values()} if update else set()
     return steps, blocks, state_of(job)
 
 

@@ -46,7 +46,7 @@ def places(allocator):
         (33 * MIB, 2 * LARGE_SEGMENT),
     ],
 )
-def test_pages_are_mapped_for_a_block_and_the_rest_of_them_is_free(asked, reserved):
+def test_expandable_segments_map_whole_pages_and_free_the_rest(asked, reserved):
     allocator = play([1], [asked], [0], kind=ExpandableSegments)
     assert allocator.reserved == reserved
     assert allocator.allocated == math.ceil(asked / ROUND_BYTES) * ROUND_BYTES  # a rest is split off, however small
@@ -82,14 +82,14 @@ def test_of_blocks_that_can_grow_the_one_that_can_grow_least():
     assert places(expanded([*events, 7, 8], [*sizes, 6, 4], [*streams, 0], 60))[8] == (15, 19)
 
 
-def test_small_and_large_blocks_and_streams_have_segments_of_their_own():
+def test_expandable_segments_are_separate_by_size_and_by_stream():
     allocator = expanded([1, 2, 3, 4], [1, 1, 5, 5], [0, 0, 0, 1])
     assert allocator.reserved == SMALL_SEGMENT + 2 * LARGE_SEGMENT
     assert places(allocator) == {1: (0, 1), 2: (1, 2), 3: (0, 5), 4: (0, 5)}
     assert expanded([1, -1, 2], [5, 5], [0, 1]).reserved == 2 * LARGE_SEGMENT
 
 
-def test_whole_pages_between_blocks_in_use_go_back_before_memory_runs_out():
+def test_expandable_segments_release_free_pages_before_oom():
     """Of a hole from 10 to 50 MiB, the page from 20 to 40 goes to another stream, and comes back."""
     events, sizes, streams = [1, 2, 3, -2, 4], [10, 40, 10, 20, 30], [0, 0, 0, 1, 0]
     allocator = expanded(events, sizes, streams, 60)

@@ -13,7 +13,7 @@ import pytest
 from paceline.cli import plan_loop, plan_memory
 from paceline.cli.main import main
 from paceline.cli.plan_memory import by_allocator, notices_of
-from paceline.launch.profile_workload import Simulators, ranks_to_profile
+from paceline.launch.simulators import Simulators, ranks_to_profile
 from paceline.nouns.device import CONTEXT_BYTES, Device
 from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.nouns.plan import Plan
@@ -84,7 +84,7 @@ def test_expandable_segments_have_no_fragments(text, fits):
     assert memory_of(profile("cpu"), None, expandable_segments=True).reserved is None
 
 
-def test_expandable_segments_are_a_way_out_where_they_help_and_the_cheapest():
+def test_memory_report_offers_expandable_segments_if_they_help():
     plan = Plan()
     device = Device.parse("9GB")
     ((change, needed, flops),) = by_allocator(plan, [fragmented()], device)
@@ -134,7 +134,7 @@ def all_rounds(plan, fits):
 
 
 @pytest.mark.parametrize("share", [0.1, 0.4, 0.7, 1.0])
-def test_more_devices_are_tried_only_where_they_can_be_among_the_cheapest(share, monkeypatch):
+def test_memory_report_tries_more_devices_only_if_maybe_cheapest(share, monkeypatch):
     monkeypatch.setattr(plan_memory, "needed_if_it_fits", lambda plan, profiles, device: profiles[0].shared_bytes)
     monkeypatch.setattr(plan_memory, "by_allocator", lambda *_: [])
     saved = 0
@@ -235,7 +235,7 @@ def test_the_cheapest_ways_out_one_of_each_kind():
     assert outs[2].cost == "1 more device"
 
 
-def test_what_changes_no_result_comes_before_moments_in_fewer_bits():
+def test_memory_report_lists_exact_changes_before_8bit_moments():
     """Where neither needs more devices or more computation."""
     known = {way.text: way for way in ways(Plan(), 8, "float32")}
     texts = [

@@ -51,7 +51,7 @@ def error_of(row):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "value", "fixed"), [("none", "59.25", 0), ("SP+selective", "9.5625", 0)])
-def test_activations_of_a_transformer_layer_follow_the_published_formula(how, value, fixed):
+def test_published_formula_matches_activations_of_a_layer(how, value, fixed):
     error, _ = error_of({**KORTHIKANTI, "act_ckpt": how, "value": value})
     assert abs(error) < 0.002
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -12,15 +13,15 @@ from torch.nn import functional as F
 
 import paceline
 from paceline.comm import api
-from paceline.nouns.buckets import group_parameters
-from paceline.nouns.mesh import Mesh
+from paceline.nouns.errors import WorkloadError
 from paceline.nouns.plan import Plan
-from paceline.plan.step_traffic import step_traffic
-from paceline.plan.traffic import TensorFacts, replicate
-from paceline.profile.describe import describe
+from paceline.parallel.replicate.bucket import group_parameters
+from paceline.parallel.shard.blocks import find_blocks
+from paceline.profile.simulate import step_traffic
 from paceline.train.job import Job
 
 from support import models
+from support.closed_traffic import ShardTraffic, by_operation, replicate, shard_traffic, sums_bytes, tensor
 from support.ranks import run_ranks
 
 SLOW = pytest.mark.slow
@@ -56,17 +57,16 @@ def replicated_traffic(rank, plan):
 )
 def test_the_ledger_counts_what_the_plan_predicts(ranks, options):
     plan = Plan(mesh=f"replicate={ranks}", **options)
-    model = describe(workload())
-    trained = [TensorFacts(**{**sizes, "shape": tuple(sizes["shape"])}) for sizes in model["parameters"]]
-    (predicted,) = replicate(plan, trained, len(model["buffers"]))
-    for calls, sent in run_ranks(ranks, replicated_traffic, plan):
-        assert (calls, sent) == (predicted.calls, predicted.payload_bytes)
+    predicted = by_operation(step_traffic(workload(), plan))
+    assert predicted == replicate(plan, workload().model())
+    for found in run_ranks(ranks, replicated_traffic, plan):
+        assert found == predicted["all_reduce", "replicate"]
 
 
 ANY_MESH = (
-    "shard=2,zero=3", "tensor=2,sequence=on", "pipeline=2,schedule=1f1b", "pipeline=2,schedule=interleaved",
-    "replicate=2,shard=2", "pipeline=2,tensor=2", "pipeline=2,shard=2", "shard=2,tensor=2", "replicate=2,pipeline=2",
-    "replicate=2,tensor=2",
+    "shard=2,zero=3", "shard=2,zero=1", "tensor=2,sequence=on", "pipeline=2,schedule=1f1b",
+    "pipeline=2,schedule=interleaved", "replicate=2,shard=2", "replicate=2,shard=2,zero=1", "pipeline=2,tensor=2",
+    "pipeline=2,shard=2", "shard=2,tensor=2", "replicate=2,pipeline=2", "replicate=2,tensor=2",
 )  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def rows_of_first_steps(rank, cells, make):
         job.ledger.calls.clear()
         job.ledger.payload_bytes.clear()
         job.step(batch)
-        found.append({(row["collective"], row["axis"]): (row["calls"], row["bytes"]) for row in job.ledger.rows()})
+        found.append(by_operation(job.ledger.rows()))
         job.close(save=False)
     return found
 
@@ -103,10 +103,8 @@ def found_on(ranks):
 def test_every_axis_sends_what_was_predicted(text):
     """Embedding, attention, norms and a head under each axis and their mixes, clipped: call by call, byte by byte."""
     plan = Plan.parse(text)
-    predicted = step_traffic(plan, describe(encoder(), plan))
     for rank, found in enumerate(found_on(plan.world_size)[text]):
-        rows = predicted[Mesh.parse(plan.mesh).coordinate(rank)["pipeline"] if len(predicted) > 1 else 0]
-        assert found == {(row.collective, row.axis): (row.calls, row.payload_bytes) for row in rows}
+        assert found == by_operation(step_traffic(encoder(), plan, rank))
 
 
 class Words(nn.Module):
@@ -173,48 +171,93 @@ def test_uneven_pieces_narrow_numbers_and_frozen_parameters(ranks, cells):
     for number, (parts, text) in enumerate(cells):
         plan = Plan.parse(text)
         for rank in range(ranks):
-            at = Mesh.parse(plan.mesh).coordinate(rank)
-            facts = describe(words_workload(**parts), plan, at["tensor"], Mesh.parse(plan.mesh).data_part(rank))
-            predicted = step_traffic(plan, facts, at["shard"])
-            rows = predicted[at["pipeline"] if len(predicted) > 1 else 0]
-            promised = {(row.collective, row.axis): (row.calls, row.payload_bytes) for row in rows}
+            promised = by_operation(step_traffic(words_workload(**parts), plan, rank))
             assert found[rank][number] == promised, (parts, text, rank)
 
 
-def opt():
-    from transformers import OPTConfig, OPTForCausalLM
+class Pair(nn.Module):
+    """Two layers with a function of each number between them."""
 
-    sizes = {"vocab_size": 97, "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64, "num_hidden_layers": 1}
-    return OPTForCausalLM(OPTConfig(**sizes, num_attention_heads=4, max_position_embeddings=32))
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
 
-
-def next_word_loss(model, batch):
-    scores = model(input_ids=batch, use_cache=False).logits[:, :-1]
-    return F.cross_entropy(scores.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum"), batch[:, 1:].numel()
-
-
-@SLOW
-def test_ranks_differ_where_activations_are_uneven_and_weights_are_not():
-    workload = dataclasses.replace(words_workload(), model=opt, loss=next_word_loss)
-    first, second = (describe(workload, Plan.parse("tensor=2"), rank)["split"] for rank in (0, 1))
-    shapes = [[one["shape"] for one in split["ranks"][0]["parameters"]] for split in (first, second)]
-    assert shapes[0] == shapes[1]
-    assert first["ranks"][0]["graph"] != second["ranks"][0]["graph"], "both send the same: the test is void"
-    assert not first["is_even"]
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(x)))
 
 
-def test_every_rank_sends_the_same_where_all_is_even():
-    workload = models.workload("encoder", clip_norm=0.5)
-    first, second = (describe(workload, Plan.parse("tensor=2"), rank)["split"] for rank in (0, 1))
-    assert first["is_even"]
-    assert first["ranks"] == second["ranks"]
+@pytest.mark.parametrize("pairs", [1, 3])
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_pairs_of_layers_send_under_tensor_what_is_known_of_them(pairs, clip_norm):
+    declared = dataclasses.replace(
+        words_workload(),
+        model=lambda: nn.Sequential(nn.Embedding(97, 16), *(Pair() for _ in range(pairs))),
+        loss=lambda model, batch: (model(batch).square().sum(), batch.numel()),
+        clip_norm=clip_norm,
+    )
+    rows = by_operation(step_traffic(declared, Plan.parse("tensor=2")))
+    assert rows == tensor(2, pairs, activation_bytes=8 * 8 * 16 * 4, clips=clip_norm is not None)
+
+
+@pytest.mark.parametrize(("zero", "micro_batches"), [(2, 2), (3, 2)])
+def test_a_sharded_model_sends_what_is_known_of_it(zero, micro_batches):
+    model = encoder().model()
+    blocks = find_blocks(model)
+    parts = []
+    for name, parameter in model.named_parameters():
+        block = next((block for block in blocks if name.startswith(f"{block}.")), "")
+        parts.append(ShardTraffic(tuple(parameter.shape), 4, "float32", block))
+    declared = dataclasses.replace(
+        encoder(), precision="float32", clip_norm=None, micro_batch_size=models.BATCH // 2 // micro_batches
+    )
+    plan = Plan.parse(f"shard=2,zero={zero}")
+    expected = shard_traffic(plan, 2, parts, micro_batches)
+    calls, sent = expected["all_reduce", "shard"]
+    expected["all_reduce", "shard"] = (calls + 1, sent + sums_bytes(2))
+    assert by_operation(step_traffic(declared, plan)) == expected
+
+
+def reads_a_value(model, batch):
+    scores = model(batch)
+    kept = scores[scores > 0]  # as many as there are, which a tensor without values can't tell
+    return kept.square().sum(), max(len(kept), 1)
+
+
+def workload_that_reads():
+    return dataclasses.replace(workload(), loss=reads_a_value)
+
+
+def test_traffic_is_simulated_with_values_if_the_loss_reads_them():
+    plan = Plan(mesh="replicate=2")
+    expected = replicate(plan, workload().model())
+    assert by_operation(step_traffic(workload_that_reads(), plan)) == expected
+    for (found,) in run_ranks(2, rows_of_first_steps, [({}, "replicate=2")], workload_that_reads):
+        assert found == expected
+
+
+def test_a_model_that_is_too_large_is_not_simulated_with_values(monkeypatch):
+    memory = psutil.virtual_memory()._replace(available=1000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    with pytest.raises(WorkloadError, match="with values it takes about"):
+        step_traffic(workload_that_reads(), Plan(mesh="replicate=2"))
 
 
 def test_one_rank_sends_nothing():
-    assert replicate(Plan(), [], 0) == []
+    assert step_traffic(workload(), Plan()) == []
+    assert replicate(Plan(), workload().model()) == {}
 
 
 def test_buckets_are_filled_last_first_and_hold_one_kind():
     sizes = [(10, "a"), (10, "a"), (90, "b"), (10, "b"), (200, "b")]
     assert group_parameters(sizes, 100) == [[4], [3, 2], [1, 0]]
     assert group_parameters([], 100) == []
+
+
+def test_traffic_of_zero_1_is_that_of_replicate_and_updated_rows():
+    """With zero=1 gradients are summed as under `replicate`; then each of two ranks sends half of the parameters."""
+    declared = dataclasses.replace(encoder(), precision="float32", clip_norm=None)
+    summed = by_operation(step_traffic(declared, Plan.parse("replicate=2")))
+    expected = {(collective, "shard"): sent for (collective, _), sent in summed.items()}
+    numel = sum(parameter.numel() for parameter in declared.model().parameters())
+    expected["all_gather", "shard"] = (1, 4 * numel // 2)
+    assert by_operation(step_traffic(declared, Plan.parse("shard=2,zero=1"))) == expected

@@ -70,9 +70,13 @@ CASES = [
     ("classifier", "tensor=2", []),
     ("muon", "shard=2,zero=2", SLOW),
     *((name, line, SLOW) for name in BEST_KNOWN for line in ("replicate=1", "replicate=2", "shard=2,zero=1")),
-    *((name, line, sampled(row, column)) for row, name in enumerate(BEST_KNOWN) for column, line in enumerate(FOUR)),
     *(
-        (name, line, sampled(row, column, of=2))
+        (name, line, sampled(row, column, of=5))
+        for row, name in enumerate(BEST_KNOWN)
+        for column, line in enumerate(FOUR)
+    ),
+    *(
+        (name, line, sampled(row, column, of=4))
         for row, name in enumerate(OTHERS)
         for column, line in enumerate(("replicate=2", "shard=4,zero=1", "shard=2", "tensor=2"))
     ),
@@ -123,7 +127,7 @@ def written(folder, body="first.step(), second.step()", epochs=3, **changes):
         ("number % 2 and [first.step(), second.step()]", 2, 1),  # steps of two batches
     ],
 )
-def test_steps_are_recorded_until_all_state_is_there_and_as_many_again(tmp_path, body, steps, first):
+def test_profile_loop_doubles_the_steps_until_all_state_exists(tmp_path, body, steps, first):
     profile = predicted(written(tmp_path, body), "replicate=2")
     assert (len(profile.steps), profile.from_step) == (steps, first)
     assert memory_of(profile.profile).between[OPTIMIZER] == 2 * 4 * (65 * 256 + 1) + 4 * 257
@@ -143,13 +147,13 @@ def test_a_loop_of_one_step_is_told(tmp_path):
     assert "later steps are not in this" in profile.profile.notices[1]
 
 
-def test_the_last_step_of_a_loop_without_a_loader_ends_with_the_file(tmp_path):
+def test_profile_loop_without_loader_ends_its_last_step_at_exit(tmp_path):
     file = tmp_path / "loop.py"
     file.write_text(SPARSE.replace("sparse=True", "sparse=False").replace("range(2)", "range(1)"))
     assert len(predicted(file, "replicate=2").steps) == 1
 
 
-def test_evaluating_and_saving_in_the_loop_writes_nothing_and_meets_nobody(tmp_path, monkeypatch):
+def test_profile_loop_evaluate_and_save_need_no_files_or_ranks(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     score = "lambda models, batch: {'mean': (batch.sum(), len(batch))}"
     body = f"first.step(), second.step(), job.save('out'), job.evaluate(torch.ones(8, 64), {score})"
@@ -213,7 +217,7 @@ raise ValueError(f"norm {norm:.5f}, seen {float(model.seen)}")
 """
 
 
-def test_values_are_those_of_ranks_that_all_have_the_same_samples(tmp_path):
+def test_profile_loop_values_are_of_ranks_with_equal_samples(tmp_path):
     """The loop may look at them: the gradients, and the buffers at the end of a step."""
     file = tmp_path / "loop.py"
     file.write_text(VALUES)

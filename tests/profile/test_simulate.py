@@ -176,7 +176,7 @@ def test_what_a_gpu_computes_again_is_widened_as_it_was():
 
 
 @pytest.mark.slow
-def test_a_gpu_updates_all_parameters_at_once_and_keeps_small_masks():
+def test_simulate_gpu_updates_all_at_once_and_keeps_small_masks():
     workload = planner_models.workload("bert")
     cpu, gpu = simulate(workload, Plan()), simulate(workload, Plan(), device="cuda")
     memory = memory_of(gpu)
@@ -245,7 +245,7 @@ def test_a_step_that_does_not_fit_is_not_taken_to_its_end():
     assert len(asked) < taken
 
 
-def test_a_step_that_does_not_fit_is_refused_though_its_error_is_caught():
+def test_simulate_refuses_a_large_step_even_if_error_is_caught():
     def loss(model, batch):
         try:
             many = batch.new_zeros(10**9)

@@ -57,7 +57,7 @@ def test_replicas_hold_it_twice():
 
 def test_a_gpus_worker_has_its_connection_on_the_host():
     memory = memory_of(simulate(wide(), Plan.parse(LINE), device="cuda"))
-    assert memory.at_peak[COMMUNICATION] < 64  # the sums of losses
+    assert COMMUNICATION not in memory.at_peak
     assert memory.peak < 3 * SIZE
 
 

@@ -14,7 +14,7 @@ from paceline.profile.simulate import simulate
 from support.ranks import run_ranks
 from support.whole_optimizers import Small, workload
 
-OFF = 0.005  # of the measured peak
+OFF = 0.01  # of the measured peak; what kernels allocate for themselves is 0.6 % of it on some processors
 SIZES = (996, 64, 200)
 TRIES = 3  # what another thread frees the profiler does not hear: on a busy machine it may measure too much
 

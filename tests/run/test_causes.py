@@ -18,17 +18,18 @@ import psutil
 import pytest
 
 from paceline.cli.main import main
-from paceline.cli.why import page
+from paceline.cli.why_command import page
 from paceline.run import causes as judgement
-from paceline.run.asked import FOLDER, ask
 from paceline.run.causes import Cause, causes
 from paceline.run.job_facts import ENDED, Facts, RankFacts, collect
-from paceline.run.summary import Run
-from paceline.run.times import KINDS, RankSplit
+from paceline.run.read.runs import Run
+from paceline.run.read.standing import FOLDER, ask
+from paceline.run.read.times import KINDS, RankSplit
 
 from support.jobs import paceline, start, wait_for, write_workload
 
 RUNNING = Run(folder=Path("runs/a"), status="running", started=0.0, step=5, total_steps=9, ranks=4, plan="replicate=4")
+OF_SERVERS = replace(RUNNING, plan="replicate=4, server=1")
 ALL_REDUCE = "all_reduce"
 
 
@@ -63,12 +64,12 @@ def splits(*changes):
 
 
 def still(*last, **facts):
-    return Facts(run=RUNNING, ranks=ranks(*last), stands_s=60.0, **facts)
+    return Facts(**{"run": RUNNING, "ranks": ranks(*last), "stands_s": 60.0, **facts})
 
 
 def slow(*changes, cores=(4, 4), **facts):
     going_on = [RankFacts(rank, answer(stalled_s=0.0, cores=count)) for rank, count in enumerate(cores)]
-    return Facts(run=RUNNING, ranks=going_on, splits=splits(*changes), **facts)
+    return Facts(**{"run": RUNNING, "ranks": going_on, "splits": splits(*changes), **facts})
 
 
 LOADER = [["lib/torch/utils/data/dataloader.py", 1318, "_try_get_data"], ["train.py", 12, "main"]]
@@ -171,11 +172,11 @@ RULES = {
         [],
     ),
     "a restart": (
-        still(RankFacts(0, None, 7, "here", True, "gone"), quiet_s=3.0),
+        still(RankFacts(0, None, 7, "here", True, "gone"), run=replace(RUNNING, quiet_s=3.0)),
         [],
         [],
     ),
-    "one worker's data alone": (slow({"data": 1}, {"data": 500}, servers=True), [], []),
+    "one worker's data alone": (slow({"data": 1}, {"data": 500}, run=OF_SERVERS), [], []),
     "a lock in Python": (
         still(own(source="with self.lock:", line="train.py:12")),
         [("lock", (3,))], ["a lock", "train.py:12: with self.lock:"],
@@ -197,7 +198,7 @@ RULES = {
     "a rank that sleeps": (still(own(step=None)), [("idle", (3,))], ["rank 3 sleeps, reads or writes at train.py:9"]),
     "servers that don't answer": (
         Facts(
-            run=RUNNING, stands_s=60.0, servers=True,
+            run=OF_SERVERS, stands_s=60.0,
             ranks=[RankFacts(0, answer(waits_in="an answer of the parameter servers"))],
         ),
         [("servers", ())], ["all workers wait for an answer of the parameter servers"],
@@ -255,7 +256,7 @@ RULES = {
         slow({"evaluation": 100}, {"evaluation": 100}), [("much evaluation", ())], ["50% of each step is evaluation"],
     ),
     "the loop's own code": (slow({"other": 105}, {"other": 105}), [("much other", ())], ["the loop's own code"]),
-    "workers of servers go at their own pace": (slow({}, {"forward": 90}, servers=True), [], []),
+    "workers of servers go at their own pace": (slow({}, {"forward": 90}, run=OF_SERVERS), [], []),
     "nothing": (slow({}, {}), [], []),
     "a long step is no standstill": (
         Facts(run=RUNNING, ranks=[own(cpu_s=60.0)], stands_s=60.0, splits=splits({"forward": 30_000})), [], [],
@@ -481,7 +482,7 @@ def test_every_command_that_a_fix_names_is_there():
 
 
 def read_words(words):
-    verb = importlib.import_module(f"paceline.cli.{words[0]}")
+    verb = importlib.import_module(f"paceline.cli.{words[0]}_command")
     parser = argparse.ArgumentParser()
     verb.add_arguments(parser)
     parser.parse_args(["train.py" if word == "FILE" else word for word in words[1:]])

@@ -12,21 +12,21 @@ from starlette.requests import Request
 
 from paceline.cli.main import main
 from paceline.dashboard.app import Dashboard
-from paceline.dashboard.event_index import EventIndex
-from paceline.nouns.events import FORMS, decoded, events_in
+from paceline.dashboard.charts import curves_of
+from paceline.nouns.events import FORMS, decoded, newest_first
 from paceline.nouns.reading import COUNT, LONGEST_LINE
-from paceline.run import summary
-from paceline.run.event_reader import EventReader, StepEvent
 from paceline.run.job_facts import collect
-from paceline.run.speed import speed_of
+from paceline.run.read import runs as summary
+from paceline.run.read.event_columns import STEP_FIELDS, EventIndex, decode_event
+from paceline.run.read.runs import speed_of
 from paceline.run.supervise.progress import Progress
-from paceline.run.supervise.server_news import ServerNews
+from paceline.run.supervise.supervise_servers import ServerNews
 from paceline.run.timeline import make_trace
-from paceline.train.events import Events
+from paceline.train.event_log import Events
 
 from support.dashboards import make_run, start_event, step_event, write_events
 
-PAGES = ("overview", "time", "timeline", "plan", "memory", "events", "output", "why", "curves", "spans")
+PAGES = ("overview", "time", "timeline", "plan", "memory", "events", "output", "explain", "curves", "spans")
 WHOLE = {
     "start": start_event(20), "step": step_event(21), "own_batches": {"total_steps": 20},
     "checkpoint": {"path": "a", "step": 2, "seconds": 0.5}, "resumed": {"step": 2, "position": 64, "path": "a"},
@@ -90,18 +90,18 @@ def test_every_reader_goes_on(case, tmp_path, monkeypatch):
     speed_of(folder, summary.read_run(folder))
     collect(folder)
     progress, news = Progress(folder), ServerNews(folder, lambda text: None, lambda *_: None)
-    progress.offset = news.offset = 0
+    progress.follower.offset = news.follower.offset = 0
     progress.read()
     assert progress.last["step"] == 21
     progress.line()
     news.read()
-    news.tell_end()
+    news.say_end()
     events = Events(folder)
     assert events.last_step() == 21
     events.close()
     index = EventIndex(folder / "events.jsonl")
     index.read_on(9.0)
-    assert index.curves(99)["loss"].step[-1] == 21
+    assert curves_of(index, 99)["loss"].step[-1] == 21
 
 
 def test_every_page_and_command_shows_the_others(tmp_path, capsys):
@@ -146,9 +146,9 @@ def test_nothing_is_told_of_a_run_without_such_lines(tmp_path, capsys):
 def test_a_step_is_the_same_to_both_readers(tmp_path):
     """The fast one reads what is JSON for it, the other one NaN; what one refuses the other one refuses."""
     nan = json.dumps(step_event(3, loss=math.nan, gradient_norm=2.0)).encode()
-    fast, slow = EventReader(), EventReader()
-    assert isinstance(fast.read(nan), StepEvent)
-    assert math.isnan(fast.read(nan).loss)
+    values = dict(zip(STEP_FIELDS, decode_event(nan)[0], strict=True))
+    assert math.isnan(values["loss"])
+    assert (values["step"], values["gradient_norm"]) == (3, 2.0)
     for wrong in (
         {},
         {"position": -1},
@@ -159,42 +159,42 @@ def test_a_step_is_the_same_to_both_readers(tmp_path):
         {"step": 2**70},
     ):
         line = json.dumps(step_event(3, **wrong)).encode()
-        assert (fast.read(line) is None) == (list(decoded(line)) == []), wrong
-    assert slow.unreadable == 0
+        assert (decode_event(line) == ((), None)) == (list(decoded(line)) == []), wrong
 
 
 def test_a_long_line_is_passed_over(tmp_path, monkeypatch):
     """Nobody decodes a part of it, and the dashboard reads past it piece by piece."""
     folder = damage(tmp_path, '{"event": "text", "text": "' + "a" * (3 * LONGEST_LINE) + '"}')
     tried = []
-    read = EventReader.read
-    monkeypatch.setattr(EventReader, "read", lambda self, line: tried.append(len(line)) or read(self, line))
+    monkeypatch.setattr(
+        "paceline.run.read.event_columns.decode_event", lambda line: tried.append(len(line)) or decode_event(line)
+    )
     assert summary.read_details(folder).unreadable == 1
-    assert list(events_in(folder / "events.jsonl"))[-1]["step"] == 21
+    assert next(newest_first(folder / "events.jsonl"))["step"] == 21
     assert summary.read_run(folder).step == 21
     index = EventIndex(folder / "events.jsonl")
     while index.unreadable == 0 or not index.is_complete:
         index.read_on(0.01)
-        index.curves(10)
+        curves_of(index, 10)
     assert index.unreadable == 1
-    assert index.curves(99)["loss"].step[-1] == 21
+    assert curves_of(index, 99)["loss"].step[-1] == 21
     assert max(tried) < 1000
     events = Events(folder)
     assert events.last_step() == 21
     events.close()
 
 
-def test_a_long_line_that_has_no_end_yet_is_not_read_again_and_again(tmp_path):
+def test_damaged_events_unfinished_long_line_is_read_only_once(tmp_path):
     path = tmp_path / "events.jsonl"
     write_events(path, [start_event(2), step_event(1), "x" * (2 * LONGEST_LINE + 5)])
     index = EventIndex(path)
     for _ in range(3):
         index.read_on(9.0)
-    assert index.offset >= 2 * LONGEST_LINE
+    assert index.follower.offset >= 2 * LONGEST_LINE
     with path.open("a") as file:
         file.write('"}\n' + json.dumps(step_event(2)) + "\n")
     index.read_on(9.0)
-    assert index.curves(9)["loss"].step.tolist() == [1, 2]
+    assert curves_of(index, 9)["loss"].step.tolist() == [1, 2]
     assert index.unreadable == 1
 
 
@@ -226,7 +226,7 @@ def mixed(steps: int) -> list[dict[str, object]]:
 @pytest.mark.parametrize(
     "read", [summary.read_details, lambda folder: EventIndex(folder / "events.jsonl").read_on(99.0)]
 )
-def test_an_event_of_a_large_file_takes_no_more_work_than_one_of_a_small_file(read, tmp_path):
+def test_events_take_no_more_work_each_in_a_large_file(read, tmp_path):
     work = {}
     for steps in (100, 1000, 2000):
         folder = make_run(tmp_path, f"r{steps}")

@@ -13,7 +13,7 @@ from paceline.launch.hosts import parse_hosts
 from paceline.nouns.errors import UsageError
 from paceline.nouns.plan import Plan
 from paceline.run.supervise.elastic import Elastic
-from paceline.run.supervise.fleet import FleetOptions
+from paceline.run.supervise.host_agents import FleetOptions
 from paceline.run.supervise.interrupts import interruptible
 from paceline.run.supervise.membership import Rules
 from paceline.run.supervise.progress import Progress, Screen

@@ -16,8 +16,8 @@ from paceline.launch.local import RankSettings
 from paceline.launch.rank_assignment import HostRanks, with_servers
 from paceline.nouns.errors import UsageError
 from paceline.nouns.plan import Plan
-from paceline.run.supervise import fleet
-from paceline.run.supervise.fleet import FleetOptions, HostError, agent_request, open_posts
+from paceline.run.supervise import host_agents as fleet
+from paceline.run.supervise.host_agents import FleetOptions, HostError, agent_request, open_posts
 from paceline.server.transport.credentials import check_can_make, keep_credentials
 
 READY = json.dumps({"address": "10.0.0.1", "port": 7, "interface": "eth0"})
@@ -27,6 +27,14 @@ REFUSES = f"""print('{json.dumps({"error": {"asked": "to run /f.py", "found": "n
 ENDS = "sys.exit('ssh: Permission denied (publickey).')"
 ENDS_MUTE = "sys.exit(255)"
 HANGS = "time.sleep(600)"
+
+
+def is_asked(process):
+    """True for a process of a host that is asked; one that has ended has no command line any more."""
+    try:
+        return "sys.stdin" in str(process.cmdline())
+    except psutil.NoSuchProcess:  # a zombie too
+        return False
 
 
 @pytest.fixture
@@ -49,7 +57,7 @@ def ask(monkeypatch, tmp_path):
     for backend in backends:
         backend.close(0.5)
     assert not list(tmp_path.iterdir())
-    assert not [one for one in psutil.Process().children(recursive=True) if "sys.stdin" in str(one.cmdline())]
+    assert not [one for one in psutil.Process().children(recursive=True) if is_asked(one)]
 
 
 def test_all_answer(ask):

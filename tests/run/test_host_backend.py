@@ -12,7 +12,7 @@ import pytest
 
 from paceline.launch.local import RankSettings
 from paceline.launch.rank_assignment import HostRanks, Rendezvous
-from paceline.run.failures import LEFT
+from paceline.run.failures import EXITED_EARLY
 from paceline.run.supervise.host_backend import MOST_BYTES, Lines, Listening, RemoteBackend
 
 
@@ -89,10 +89,16 @@ def test_a_host_speaks_of_its_own_ranks_alone():
         {"started": {"2": 7, "3": 8}},
         {"output": 3, "text": text},
         {"ended": 2, "status": 0},
-        {"ended": 3, "status": LEFT},
+        {"ended": 3, "status": EXITED_EARLY},
     ]
     heard = heard_from(map(json.dumps, own))
-    assert heard == [("started", {2: 7, 3: 8}), ("output", 3, "hello"), ("ended", 2, 0), ("ended", 3, LEFT), ("lost",)]
+    assert heard == [
+        ("started", {2: 7, 3: 8}),
+        ("output", 3, "hello"),
+        ("ended", 2, 0),
+        ("ended", 3, EXITED_EARLY),
+        ("lost",),
+    ]
     for foreign in (
         {"started": {"0": 7}},
         {"output": 1, "text": text},

@@ -13,10 +13,10 @@ import sys
 import psutil
 import pytest
 
-from paceline.launch.command import STOPPED_CODE
+from paceline.launch.rank_command import STOPPED_CODE
 from paceline.nouns.errors import LossError
 from paceline.run.ends import Ends, first_of
-from paceline.run.failures import LEFT, in_one_line, lost_server
+from paceline.run.failures import EXITED_EARLY, in_one_line, lost_server
 from paceline.run.rank.external_rank import JoinedRank
 
 from support.jobs import LOOP, STEPS, command, leftovers, losses, marked, start_ranks, wait_for, write_workload
@@ -54,7 +54,7 @@ NAMED = "rank {rank}'s process ended with exit code 0 before the end of its file
     ],
     ids=["rank 1", "rank 0", "both", "after its last step"],
 )
-def test_a_rank_that_leaves_before_the_end_of_its_file_fails_the_job(tmp_path, hook, loop, who):
+def test_joined_rank_that_leaves_before_the_end_fails_the_job(tmp_path, hook, loop, who):
     codes, told = end_of(start_ranks(tmp_path, write_workload(tmp_path, hook, loop)))
     assert all(codes[rank] == 1 for rank in {0, *who}), (codes, told)
     ended = result(tmp_path)
@@ -102,7 +102,7 @@ def test_a_signal_to_the_launchers_process_saves_and_stops(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_that_a_signal_ends_is_named_and_its_launcher_sees_the_signal(tmp_path):
+def test_joined_signal_names_its_rank_and_reaches_its_launcher(tmp_path):
     jobs = start_ranks(tmp_path, write_workload(tmp_path), TEST_PAUSE="0.2")
     assert wait_for(lambda: len(losses(tmp_path / "runs" / "a")) >= 2, SETTLED_S)
     (rank,) = children(jobs[1])
@@ -144,7 +144,7 @@ def test_torchrun_sees_that_a_rank_has_left(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_error_on_every_rank_is_told_once_in_full_and_one_rank_is_first(tmp_path):
+def test_joined_error_on_all_ranks_is_told_once_with_first_rank(tmp_path):
     codes, told = end_of(start_ranks(tmp_path, write_workload(tmp_path, LATER)))
     assert codes == [1, 1], told
     assert result(tmp_path)["failure"]["rank"] == 1
@@ -165,7 +165,7 @@ CLOSED = "    if job and job.step_number == 6 and job.rank == 1: sys.exit(0)\n"
 
 
 @pytest.mark.slow
-def test_a_certain_hang_is_ended_without_a_supervisor_and_without_notices(tmp_path, monkeypatch):
+def test_joined_hang_is_ended_without_supervisor_or_notices(tmp_path, monkeypatch):
     file = write_workload(tmp_path, CLOSED)
     codes, told = end_of(start_ranks(tmp_path, file, PACELINE_STALL_NOTICE="0"))
     assert codes[0] == 1, told  # above 128 the scheduler would start it again, to the same end
@@ -222,7 +222,7 @@ def test_an_end_is_known_once_it_is_written(ends):
     assert ends.read(range(3)) == {2: -9}, "of an earlier attempt"
 
 
-def test_a_rank_that_begins_before_rank_0_has_made_the_run_directory_is_seen(tmp_path):
+def test_joined_rank_may_begin_before_the_run_directory_exists(tmp_path):
     ends = Ends(tmp_path / "runs" / "a", 2)
     ends.begin(1)
     assert ends.silent({}) == []
@@ -247,7 +247,7 @@ def test_a_rank_whose_host_has_another_folder_is_silent(tmp_path):
     assert "all hosts share that folder" in cause["message"]
 
 
-def test_a_rank_that_no_longer_touches_its_mark_is_not_waited_for(ends, monkeypatch):
+def test_joined_rank_with_an_old_mark_is_not_waited_for(ends, monkeypatch):
     now = itertools.count(1000)
     monkeypatch.setattr("paceline.run.ends.time.monotonic", lambda: next(now))
     ends.write(2, 0)
@@ -259,13 +259,13 @@ def test_a_rank_that_no_longer_touches_its_mark_is_not_waited_for(ends, monkeypa
     assert quiet[-1] == [1]
 
 
-def test_time_for_which_rank_0_was_suspended_makes_no_rank_silent(ends, monkeypatch):
+def test_joined_suspension_of_rank_0_makes_no_rank_silent(ends, monkeypatch):
     now = itertools.count(1000, 600)
     monkeypatch.setattr("paceline.run.ends.time.monotonic", lambda: next(now))
     assert [ends.silent({}) for _ in range(5)] == [[]] * 5
 
 
-def test_a_mark_on_a_file_system_that_fails_for_a_while_is_waited_for(ends, monkeypatch):
+def test_joined_mark_on_a_failing_file_system_is_waited_for(ends, monkeypatch):
     def stale(*_, **__):
         raise OSError(errno.ESTALE, "Stale file handle")
 
@@ -278,7 +278,7 @@ def test_a_mark_on_a_file_system_that_fails_for_a_while_is_waited_for(ends, monk
 
 def test_the_end_takes_the_place_of_the_beginning_on_the_disk(ends):
     before = (ends.folder / "1").stat()
-    for status in (0, LEFT, -64):
+    for status in (0, EXITED_EARLY, -64):
         ends.write(1, status)
         after = (ends.folder / "1").stat()
         assert (after.st_ino, after.st_size) == (before.st_ino, before.st_size)
@@ -310,7 +310,7 @@ def test_a_rank_that_ended_well_is_the_peer_that_the_others_lost(tmp_path):
 
 def test_a_rank_that_left_comes_before_the_loss_of_it(tmp_path):
     lost_peer(tmp_path, 0)
-    cause = first_of(tmp_path, {0: 1, 1: LEFT}, 2, {"step": 2})
+    cause = first_of(tmp_path, {0: 1, 1: EXITED_EARLY}, 2, {"step": 2})
     assert (cause["rank"], cause["step"], cause["type"]) == (1, 3, "ProcessDied")
 
 

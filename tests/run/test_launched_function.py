@@ -23,8 +23,8 @@ from paceline.checkpoint.export import plan_export
 from paceline.checkpoint.owner import take
 from paceline.nouns.errors import MeshError, PlanError, ReadError, UsageError
 from paceline.run.plain_values import read_value, write_value
-from paceline.run.sent_function import Sent, pack
-from paceline.run.supervise.cell_screen import CellScreen, label_of
+from paceline.run.sent_function import SentFunction, pack
+from paceline.run.supervise.progress import CellScreen, label_of
 
 from support.jobs import TINY, events, leftovers, losses, marked, send, wait_for
 
@@ -225,10 +225,10 @@ def test_a_value_that_is_missing_or_torn_is_refused(tmp_path):
 
 
 def test_what_is_sent_is_read_as_often_as_there_are_ranks():
-    sent = Sent(["/a"], {"<cell>": ["x = 1\n"]}, True, os.urandom(2**20) + b"\n{")
+    sent = SentFunction(["/a"], {"<cell>": ["x = 1\n"]}, True, os.urandom(2**20) + b"\n{")
     descriptor = sent.write()
     try:
-        assert [Sent.read(descriptor) for _ in range(2)] == [sent, sent]
+        assert [SentFunction.read(descriptor) for _ in range(2)] == [sent, sent]
     finally:
         os.close(descriptor)
 
@@ -321,7 +321,7 @@ def run_file(folder, call, more="", name="plain.py", **environment):
 
 
 @pytest.mark.slow
-def test_a_file_launches_its_own_functions_and_ranks_change_nothing(tmp_path):
+def test_launch_results_are_equal_on_any_number_of_ranks(tmp_path):
     call = """
 one = paceline.launch(train, 2)
 two = paceline.launch(train, 2, ranks=2)
@@ -377,7 +377,7 @@ def test_a_rank_that_fails_is_told_once(case, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", [False, True])
-def test_what_rank_0_returns_must_be_plain_and_its_training_is_not_lost(kept, tmp_path):
+def test_launch_refuses_a_result_not_plain_but_saves_training(kept, tmp_path):
     more = "def train_only(epochs):\n    train(epochs)\n    return Net()\n"
     place = ", run_dir='kept'" if kept else ""
     (tmp_path / "plain.py").write_text(FILE.format(more=more, call=f"paceline.launch(train_only, 1, ranks=2{place})"))
@@ -434,7 +434,7 @@ for plan in ("replicate=2", "shard=2,zero=1", "shard=2", "tensor=2"):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kept", "number"), [(False, signal.SIGINT), (True, signal.SIGINT), (True, signal.SIGTERM)])
-def test_an_interrupt_ends_the_ranks_and_saves_where_there_is_a_place(kept, number, tmp_path):
+def test_launch_interrupt_ends_ranks_and_saves_in_its_run_dir(kept, number, tmp_path):
     more = "import time\ndef hook(job):\n    time.sleep(0.05)\n    if job.step_number == 3: open('three', 'w')"
     place = ", run_dir='kept'" if kept else ""
     (tmp_path / "plain.py").write_text(FILE.format(more=more, call=f"paceline.launch(train, 99, hook, ranks=2{place})"))

@@ -25,7 +25,7 @@ time.sleep(60)
 """
 
 
-def test_the_folder_of_a_living_process_stays_and_that_of_a_dead_one_goes(tmp_path):
+def test_leftover_folder_is_removed_only_after_its_process_ended(tmp_path):
     words = [sys.executable, "-c", HOLD, str(tmp_path)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         folder = process.stdout.readline().strip()
@@ -141,7 +141,7 @@ def test_a_rank_with_a_data_loader_is_killed(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_supervisor_and_fork_server_leave_when_both_are_killed_goes_with_the_next_job(short_path):
+def test_leftovers_of_killed_processes_are_removed_by_next_job(short_path):
     tmp_path = short_path
     file = with_loader_worker(tmp_path)
     job = begun(tmp_path, file)

@@ -21,18 +21,18 @@ from paceline.launch.local import allow_open_files
 from paceline.nouns.errors import CheckpointError, UsageError, how_to_write
 from paceline.nouns.plan import Plan
 from paceline.run import directory
-from paceline.run.asked import ask
 from paceline.run.ends import first_of
 from paceline.run.failures import UNWRITTEN
-from paceline.run.output import OutputLog
-from paceline.run.rank.server_process import _teller
+from paceline.run.rank.server_process import _event_writer
 from paceline.run.rank.worker import failed
+from paceline.run.rank_output import OutputLog
+from paceline.run.read.standing import ask
 from paceline.run.start.outcome import JobEnd
 from paceline.run.supervise.elastic import _write_generation
-from paceline.run.supervise.job import finish
 from paceline.run.supervise.progress import Progress, Screen
+from paceline.run.supervise.supervised_job import finish
 from paceline.run.supervise.supervisor import Ending, JobRequest, Supervisor, private_folder
-from paceline.train.events import Events
+from paceline.train.event_log import Events
 
 from support.jobs import command, leftovers, losses, marked, write_workload
 
@@ -46,7 +46,7 @@ def raising(error):
     return raise_
 
 
-def test_a_result_that_cannot_be_written_is_said_and_the_job_ends_as_it_did(tmp_path, monkeypatch):
+def test_unwritable_result_is_told_and_the_job_ends_unchanged(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "write_text", raising(FULL))
     said = []
     result = finish(tmp_path, Ending("done", 0), Progress(tmp_path), said.append)
@@ -92,7 +92,7 @@ def test_the_fix_goes_with_the_reason(number, fix):
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EMFILE])
 @pytest.mark.parametrize("name", ["a.json", None])
 def test_a_command_that_can_not_write_says_so_in_three_lines(number, name, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("paceline.cli.completion.run", raising(OSError(number, os.strerror(number), name)))
+    monkeypatch.setattr("paceline.cli.completion_command.run", raising(OSError(number, os.strerror(number), name)))
     assert main(["completion", "bash"]) == 1
     error = OSError(number, os.strerror(number))
     what = "the file 'a.json'" if name else "a file of this command"
@@ -103,26 +103,26 @@ def test_a_command_that_can_not_write_says_so_in_three_lines(number, name, tmp_p
 def test_a_command_without_a_folder_for_temporary_files_says_so(monkeypatch, capsys):
     monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/no/such", "/none"])
     monkeypatch.setattr("tempfile.tempdir", None)
-    monkeypatch.setattr("paceline.cli.completion.run", lambda _: tempfile.mkdtemp())
+    monkeypatch.setattr("paceline.cli.completion_command.run", lambda _: tempfile.mkdtemp())
     assert main(["completion", "bash"]) == 1
     told = capsys.readouterr().err
     assert "No usable temporary directory found in ['/no/such', '/none']\n  fix: free space in one of these" in told
     assert told.count("\n") == 3
 
 
-def test_an_error_of_the_system_that_is_a_commands_own_fault_is_not_reworded(monkeypatch):
-    monkeypatch.setattr("paceline.cli.completion.run", raising(OSError(errno.EBADF, os.strerror(errno.EBADF))))
+def test_system_error_caused_by_a_command_is_not_reworded(monkeypatch):
+    monkeypatch.setattr("paceline.cli.completion_command.run", raising(OSError(errno.EBADF, os.strerror(errno.EBADF))))
     with pytest.raises(OSError, match="Bad file descriptor"):
         main(["completion", "bash"])
 
 
-def test_a_run_directory_that_can_not_be_written_has_the_fix_of_the_reason(tmp_path, monkeypatch):
+def test_unwritable_run_directory_has_the_fix_for_its_reason(tmp_path, monkeypatch):
     monkeypatch.setattr("paceline.run.directory.try_writing", raising(OSError(errno.EFBIG, os.strerror(errno.EFBIG))))
     with pytest.raises(UsageError, match=r"File too large.*\n.*ulimit -f"):
         directory.check_writable(tmp_path / "a")
 
 
-def test_a_private_folder_that_can_not_be_made_has_the_fix_of_the_reason(monkeypatch):
+def test_unwritable_private_folder_has_the_fix_for_its_reason(monkeypatch):
     monkeypatch.setattr("paceline.run.supervise.supervisor.make_private", raising(FULL))
     with pytest.raises(UsageError, match="free space there, or name another place with the variable TMPDIR"):
         private_folder()
@@ -133,19 +133,19 @@ def test_a_private_folder_that_can_not_be_made_has_the_fix_of_the_reason(monkeyp
 
 
 def test_events_that_can_not_be_opened_are_one_error(tmp_path, monkeypatch):
-    monkeypatch.setattr("paceline.train.events.regular", raising(OSError(errno.EMFILE, os.strerror(errno.EMFILE))))
+    monkeypatch.setattr("paceline.train.event_log.regular", raising(OSError(errno.EMFILE, os.strerror(errno.EMFILE))))
     with pytest.raises(UsageError, match=r"the job should write its events to.*\n.*Too many open files.*\n.*ulimit -n"):
         Events(tmp_path)
 
 
-def test_the_number_of_a_generation_that_can_not_be_written_is_one_error(tmp_path, monkeypatch):
+def test_unwritable_generation_number_is_one_error(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "write_text", raising(FULL))
     with pytest.raises(UsageError, match=r"can't begin generation 3.*\n.*No space left.*\n.*free space"):
         _write_generation(tmp_path, 3)
 
 
 def test_output_that_can_not_be_kept_is_said_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("paceline.run.output.regular", raising(FULL))
+    monkeypatch.setattr("paceline.run.rank_output.regular", raising(FULL))
     log = OutputLog(tmp_path)
     assert [log.add(0, "a"), log.add(0, "b")] == ["No space left on device", None]
     log.close()
@@ -179,7 +179,7 @@ def told_by_a_rank(folder, monkeypatch, capsys, error):
     return capsys.readouterr().err
 
 
-def test_a_failure_that_a_rank_can_not_write_down_reaches_its_supervisor(tmp_path, monkeypatch, capsys):
+def test_unwritable_failure_of_a_rank_reaches_its_supervisor(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PACELINE_SUPERVISED", "1")
     monkeypatch.setenv("PACELINE_RANK", "1")
     lines = told_by_a_rank(tmp_path, monkeypatch, capsys, not_saved("/tmp/else")).splitlines()
@@ -209,12 +209,12 @@ def test_a_line_that_only_begins_like_a_failure_is_output(line, tmp_path):
     assert not supervisor.unwritten
 
 
-def test_without_a_supervisor_people_read_the_failure_that_could_not_be_written_down(tmp_path, monkeypatch, capsys):
+def test_unwritable_failure_is_shown_if_there_is_no_supervisor(tmp_path, monkeypatch, capsys):
     told = told_by_a_rank(tmp_path, monkeypatch, capsys, not_saved("/tmp/else"))
     assert told.startswith(f"{not_saved('/tmp/else')}\npaceline: this could not be written to {tmp_path}/failures")
 
 
-def test_a_rank_that_could_not_write_down_why_it_ended_is_not_said_to_have_had_no_error(tmp_path, monkeypatch):
+def test_unwritable_failure_is_not_reported_as_no_error(tmp_path, monkeypatch):
     assert "without an error" in first_of(tmp_path, {0: 1}, 1, None)["message"]
     monkeypatch.setattr("paceline.run.failures.try_writing", raising(FULL))
     found = first_of(tmp_path, {0: 1}, 1, None)["message"]
@@ -238,9 +238,9 @@ runpy.run_module("paceline", run_name="__main__", alter_sys=True)
 
 
 @pytest.mark.parametrize("verb", ["run", "plan", "runs"])
-@pytest.mark.parametrize("name", ["paceline.cli.main", "argparse", "paceline.run.request", "paceline.cli.VERB"])
+@pytest.mark.parametrize("name", ["paceline.cli.main", "argparse", "paceline.nouns.errors", "paceline.cli.VERB"])
 def test_ctrl_c_at_any_import_of_a_command_is_one_line(name, verb):
-    code = LOAD.format(name=name.replace("VERB", verb), verb=verb)
+    code = LOAD.format(name=name.replace("VERB", f"{verb}_command"), verb=verb)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "paceline: interrupted\n")
 
@@ -275,7 +275,7 @@ def test_a_rank_whose_part_fails_frees_its_space_for_the_note(tmp_path, monkeypa
 
 def test_events_of_servers_that_cannot_be_written_end_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("paceline.run.rank.server_process.regular", raising(FULL))
-    tell = _teller(tmp_path)
+    tell = _event_writer(tmp_path)
     tell({"event": "a"})
     tell({"event": "b"})
     assert capsys.readouterr().err.count("can't be written (No space left on device)") == 1

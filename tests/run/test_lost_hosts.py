@@ -212,7 +212,7 @@ def test_a_host_whose_worker_is_done_may_go_while_another_saves(play):
 
 
 @pytest.mark.parametrize("is_stopping", [False, True])
-def test_a_second_loss_is_told_if_it_is_the_one_that_ended_the_job(play, is_stopping):
+def test_lost_hosts_second_loss_is_told_if_it_ended_the_job(play, is_stopping):
     def script(play):
         play.h3.begin()
         yield from begin(play)
@@ -330,7 +330,7 @@ def test_a_coordinator_that_is_given_up_is_called_so(play):
         ({"worker": WORKER_1}, []),  # another has taken its place
     ],
 )
-def test_a_silent_process_is_told_from_one_of_the_same_number_on_another_host(play, given_up, ended):
+def test_lost_hosts_silent_process_is_known_by_host_and_number(play, given_up, ended):
     def script(play):
         play.h1.begin()
         play.h2.begin()

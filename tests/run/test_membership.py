@@ -31,7 +31,7 @@ def test_it_waits_for_enough_hosts_and_takes_no_more_than_it_may():
     assert members.discovered(parse_hosts("a,b,c,d"))[1] is None
 
 
-def test_a_host_that_comes_or_goes_ends_the_generation_and_rank_0_stays():
+def test_membership_change_of_hosts_regroups_and_keeps_rank_0():
     members = begun()
     members, decision = members.discovered(parse_hosts("c:1,b:1,a:1"))
     assert decision == Regroup("c came")
@@ -78,7 +78,7 @@ def test_hosts_that_are_not_ready_count_and_are_no_restart():
     assert decision == Wait("0 of at least 1 hosts are there; a, b failed 1 times")
 
 
-def test_what_a_host_did_is_forgotten_once_it_has_gone_from_the_list():
+def test_membership_forgets_failures_of_a_host_that_was_unlisted():
     members = begun("a:1,b:1", patience=1).ended(["b"])[0]
     assert names(members.listed(["a", "b"]).discovered(parse_hosts("a:1,b:1"))[1]) == ["a"]
     assert names(members.listed(["a"]).listed(["a", "b"]).discovered(parse_hosts("a:1,b:1"))[1]) == ["a", "b"]

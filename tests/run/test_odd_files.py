@@ -14,29 +14,28 @@ import pytest
 from paceline.checkpoint.manifest import MANIFEST, file_name, read_manifest
 from paceline.checkpoint.tensor_file import TensorFile
 from paceline.cli.main import main
-from paceline.launch.cluster_file import read_cluster_file
 from paceline.launch.hosts import read_hostfile
 from paceline.launch.workload_file import read_workload_file
 from paceline.nouns.errors import PacelineError, UsageError
 from paceline.nouns.plan import Plan
 from paceline.nouns.reading import read_json, regular
-from paceline.run import times
-from paceline.run.asked import ask
+from paceline.run.cluster_file import read_cluster_file
 from paceline.run.directory import RunChoice, choose_run
 from paceline.run.ends import Ends
 from paceline.run.failures import read_failures
 from paceline.run.job_facts import collect
-from paceline.run.output import OutputLog, last_lines, read_lines
 from paceline.run.plain_values import read_value
 from paceline.run.prediction import read_predictions
-from paceline.run.summary import read_details, read_run
+from paceline.run.rank_output import OutputLog, last_lines, read_lines
+from paceline.run.read import times
+from paceline.run.read.runs import read_details, read_run
+from paceline.run.read.standing import ask, read_reports
 from paceline.run.supervise.elastic import last_generation
 from paceline.run.supervise.progress import Progress
-from paceline.run.supervise.server_news import ServerNews
-from paceline.run.supervise.stalls import read_reports
+from paceline.run.supervise.supervise_servers import ServerNews
 from paceline.run.timeline import make_trace
-from paceline.server.coordinator.log import Log
-from paceline.train.events import Events
+from paceline.server.coordinator.decision_log import Log
+from paceline.train.event_log import Events
 from paceline.train.memory_file import read_memory
 
 from support.dashboards import dashboard, make_run
@@ -121,7 +120,7 @@ READERS = {
 @pytest.mark.parametrize("reader", READERS)
 def test_what_is_no_file_is_passed_over(reader, kind, tmp_path, monkeypatch):
     monkeypatch.setattr("paceline.run.job_facts.ANSWER_S", 0.0)
-    monkeypatch.setattr("paceline.run.asked._POLL_S", 0.0)
+    monkeypatch.setattr("paceline.run.read.standing._POLL_S", 0.0)
     folder = replaced(tmp_path, "a", KINDS[kind])
     with without_waiting():
         READERS[reader](folder)
@@ -232,7 +231,7 @@ def test_the_dashboard_answers_and_ends(tmp_path):
             assert served.ask(path).status == 200, path
 
 
-def test_events_that_can_not_be_written_end_the_job_before_its_first_step(tmp_path):
+def test_odd_file_for_events_ends_the_job_before_its_first_step(tmp_path):
     os.mkfifo(tmp_path / "events.jsonl")
     with without_waiting(), pytest.raises(UsageError, match=r"write its events to .*\n  found: .*\n  fix: move away"):
         Events(tmp_path)

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from paceline.run.output import parse_line
+from paceline.run.rank_output import parse_line
 from paceline.run.supervise.progress import Screen, WorkProgress, encodable
 
 from support.jobs import LOOP, STEPS, command, leftovers, losses, marked, wait_for, write_workload

@@ -10,8 +10,8 @@ import pytest
 
 from paceline.nouns.device import peak_flops
 from paceline.run.prediction import FOLDER, Prediction, Rate, rates, read_predictions, write_prediction
-from paceline.run.summary import read_run
-from paceline.run.times import RankSplit
+from paceline.run.read.runs import read_run
+from paceline.run.read.times import RankSplit
 from paceline.train.memory_file import RankMemory, read_memory
 
 from support.dashboards import dashboard, make_run
@@ -38,10 +38,10 @@ def test_what_ranks_hold_is_as_predicted(predicted):
     assert [each.rank for each in predictions] == [memory.rank for memory in memories] == [0, 1]
     for prediction, memory in zip(predictions, memories, strict=True):
         for kind in ("parameters", "buffers", "optimizer state"):
-            assert prediction.held[kind] == memory.by_kind[kind] >= 0
+            assert prediction.resident_bytes[kind] == memory.by_kind[kind] >= 0
         # The sums of a step's loss, weight and flags travel in the gradients' bucket.
-        assert 0 <= prediction.held["gradients"] - memory.by_kind["gradients"] <= 64
-        assert prediction.held["parameters"] > 0
+        assert 0 <= prediction.resident_bytes["gradients"] - memory.by_kind["gradients"] <= 64
+        assert prediction.resident_bytes["parameters"] > 0
         assert prediction.flops > 0
 
 

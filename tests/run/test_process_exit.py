@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from paceline.comm import api
-from paceline.launch.orphans import kill_group
+from paceline.launch.process_exit import kill_group
 from paceline.nouns.errors import UsageError
 from paceline.nouns.user_program import UserProgram
 from paceline.run.rank import worker
@@ -168,7 +168,7 @@ def test_a_process_that_a_rank_has_started_is_no_rank(monkeypatch):
         api.init()
 
 
-def test_the_line_of_a_failure_is_the_users_and_not_that_of_pythons_library(tmp_path):
+def test_failure_line_is_of_the_user_and_not_of_the_library(tmp_path):
     with pytest.raises(TypeError) as caught:
         json.dumps(object())
     worker.failed(caught.value, tmp_path)

@@ -14,10 +14,11 @@ from paceline.launch.ssh import SshOptions
 from paceline.nouns.errors import MeshError, UsageError
 from paceline.rendezvous.launcher_env import LauncherPosition, NodeInfo
 from paceline.run.directory import RunChoice
-from paceline.run.request import ELASTIC, NAMED_RANK, NODE, RANK, HostLimits, RunRequest, find_launcher, place_of
-from paceline.run.start.job import elastic_rules, start
+from paceline.run.job_settings import ELASTIC, NAMED_RANK, NODE, RANK
+from paceline.run.request import HostLimits, RunRequest, find_launcher, place_of
 from paceline.run.start.outcome import Outcome
-from paceline.run.start.slurm import SlurmRequest, slurm_script
+from paceline.run.start.send_to_slurm import SlurmRequest, slurm_script
+from paceline.run.start.start_job import elastic_rules, start
 
 HOSTS = (Host("h1", 2), Host("h2", 2))
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}

@@ -38,19 +38,19 @@ CAUSE = {"rank": 1, "step": 3, "message": "no such thing", "type": "KeyError", "
 CAUSE |= {"is_paceline": False, "is_peer_loss": False, "at": 1.0, "exit_code": 1}
 
 
-def failed(exit_code=1, is_of_hosts=False, **more):
-    return Ending("failed", exit_code, {**CAUSE, **more}, 1, is_of_hosts=is_of_hosts)
+def failed(exit_code=1, is_host_failure=False, **more):
+    return Ending("failed", exit_code, {**CAUSE, **more}, 1, is_host_failure=is_host_failure)
 
 
 DONE = Ending("done", 0)
-KILLED = failed(is_of_hosts=True, type="ProcessDied", message="rank 1's process was ended by SIGKILL", traceback="")
+KILLED = failed(is_host_failure=True, type="ProcessDied", message="rank 1's process was ended by SIGKILL", traceback="")
 MPI_KILLED = failed(type="ProcessDied", message="rank 1's process was ended by SIGKILL", traceback="")
 LAUNCHER = failed(
     type="ProcessDied", is_paceline=True, message="mpirun should run the ranks to their end", traceback=""
 )
 RAISED = failed()
 REFUSED = failed(2, is_paceline=True, type="PlanError")
-HUNG = failed(124, is_of_hosts=True, is_paceline=True, type="Stalled", message="the job should make progress")
+HUNG = failed(124, is_host_failure=True, is_paceline=True, type="Stalled", message="the job should make progress")
 LOSS = failed(1, is_paceline=True, type="LossError")
 
 
@@ -139,7 +139,7 @@ def test_a_job_is_not_started_again(case, tries):
     assert bool(why) == bool(said)
 
 
-def test_without_the_option_nothing_is_started_again_and_nothing_is_said(tries):
+def test_restarts_without_the_option_start_and_say_nothing(tries):
     ending, _, requests, said = tries(0, (KILLED, 3))
     assert (ending, len(requests), said) == (KILLED, 1, "")
 
@@ -239,8 +239,8 @@ def run_of(tmp_path, name="a"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["replicate=2", "server=1,replicate=2"])
-def test_a_job_goes_on_by_itself_with_the_losses_of_one_that_nobody_disturbed(tmp_path, plan):
+@pytest.mark.parametrize("plan", [pytest.param("replicate=2", marks=pytest.mark.complete), "server=1,replicate=2"])
+def test_restarts_give_the_losses_of_an_undisturbed_job(tmp_path, plan):
     undisturbed = paceline(tmp_path, "run", "--plan", plan, "--job", "whole", write_workload(tmp_path))
     assert undisturbed.code == 0, undisturbed.err
     how = KILL if plan == "replicate=2" else RAISE  # a killed worker of servers is replaced

@@ -19,9 +19,9 @@ from paceline.nouns.errors import UsageError
 from paceline.run.rank.watchdog import Watchdog, stacks, waits_in
 from paceline.run.rank.worker import run_rank
 from paceline.run.supervise.progress import Screen
+from paceline.run.supervise.stall_verdict import Verdict
 from paceline.run.supervise.stalls import AT_START, Stalls, notice_time, process_state
 from paceline.run.supervise.supervisor import JobRequest, Supervisor
-from paceline.run.supervise.verdict import Verdict
 
 from support.jobs import LOOP, STEPS, losses, paceline, start, wait_for, write_workload
 
@@ -111,7 +111,7 @@ def test_it_is_told_within_the_notice_time_and_then_rarely(stalls):
 
 
 @pytest.mark.parametrize("jump_s", [HOUR_S, -HOUR_S, 0.0])
-def test_how_long_a_rank_stands_does_not_depend_on_its_hosts_clock(stalls, jump_s):
+def test_stall_duration_does_not_depend_on_the_clock_of_a_host(stalls, jump_s):
     made = stalls(waiting(0, at=1000.0 + jump_s, stalled_s=15.0))
     assert made.look(5.0, {}) == []
     assert made.look(34.0, {}) == []
@@ -183,7 +183,7 @@ def test_a_file_that_is_no_report_is_passed_over(stalls, tmp_path, torn):
     assert "rank 0: step 7" in "\n".join(made.look(1001.0, {}))
 
 
-def test_a_rank_that_closed_the_job_while_another_waits_for_it_has_left(stalls):
+def test_stall_finds_the_rank_that_closed_while_another_waits(stalls):
     made = stalls(waiting(0), closing(1))
     made.look(1001.0, {})
     assert made.who_left() == 1
@@ -205,7 +205,7 @@ def test_nobody_has_left_as_long_as_they_may_come(stalls, reports):
     assert made.who_left() is None
 
 
-def test_a_rank_whose_file_has_ended_while_others_wait_at_the_start_has_left(stalls):
+def test_stall_finds_the_rank_whose_file_ended_before_the_start(stalls):
     made = stalls(report(0, waits_in=AT_START, step=None, is_in_step=False))
     made.look(1001.0, {})
     assert made.who_left([1, 2]) == 1
@@ -239,7 +239,7 @@ def test_the_notice_time_of_the_environment(text, seconds):
 
 
 @pytest.mark.parametrize("text", ["-1", "soon", "nan", "inf"])
-def test_a_notice_time_of_the_environment_that_is_none_is_refused(text):
+def test_stall_notice_time_that_is_no_number_is_refused(text):
     with pytest.raises(UsageError, match=f"PACELINE_STALL_NOTICE={text}\n  found: it is no number of seconds"):
         notice_time({"PACELINE_STALL_NOTICE": text})
 
@@ -309,7 +309,7 @@ C10D = "torch/distributed/distributed_c10d.py"
             [("comm/collectives.py", "wait"), ("comm/reducer.py", "finish"), ("parallel/step_stats.py", "finish")],
             "all_reduce",
         ),
-        ([("comm/collectives.py", "wait"), ("parallel/pipeline/strategy.py", "run")], "a collective"),
+        ([("comm/collectives.py", "wait"), ("parallel/pipeline/pipeline_strategy.py", "run")], "a collective"),
         ([(C10D, "broadcast"), ("torch/distributed/c10d_logger.py", "wrapper")], "broadcast"),
         ([(C10D, "_helper"), (C10D, "all_reduce")], "all_reduce"),
         ([(C10D, "reduce"), ("comm/collectives.py", "reduce")], "reduce"),
@@ -343,7 +343,7 @@ def test_a_notice_time_that_is_none_is_refused(tmp_path, value):
 
 
 @pytest.mark.parametrize("rank", [{}, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}])
-def test_a_variable_that_is_no_notice_time_is_refused_before_anything_starts(tmp_path, rank):
+def test_stall_notice_variable_is_refused_before_the_start(tmp_path, rank):
     ended = paceline(tmp_path, "run", "--job", "a", write_workload(tmp_path), PACELINE_STALL_NOTICE="abc", **rank)
     assert ended.code == 2
     assert "PACELINE_STALL_NOTICE=abc\n  found: it is no number of seconds" in ended.err
@@ -351,7 +351,7 @@ def test_a_variable_that_is_no_notice_time_is_refused_before_anything_starts(tmp
 
 
 @pytest.mark.parametrize("more", [[], ["--stall-notice", "30"]], ids=["", "beside the flag"])
-def test_a_notice_time_for_the_ranks_that_is_none_is_refused_before_anything_starts(tmp_path, more):
+def test_stall_notice_time_for_ranks_is_refused_before_the_start(tmp_path, more):
     words = ["run", "-n", "2", "--job", "a", "-x", "PACELINE_STALL_NOTICE=abc", *more]
     ended = paceline(tmp_path, *words, write_workload(tmp_path))
     assert ended.code == 2, ended.err
@@ -422,7 +422,7 @@ def test_a_slow_rank_is_told_and_the_job_trains_on(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_deadlock_is_told_and_a_second_ctrl_c_ends_it_with_what_was_saved(tmp_path):
+def test_stall_deadlock_is_told_and_a_second_ctrl_c_ends_the_job(tmp_path):
     words = ("-n", "2", "--job", "a", "--checkpoint-every", "5")
     with (tmp_path / "err").open("w") as err:
         job = start(

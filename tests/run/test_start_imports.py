@@ -7,7 +7,7 @@ import pytest
 
 # By what is imported at the start, modules that it leaves out: other plans, hosts and reports have them.
 LEFT_OUT = {
-    "import paceline.cli.main, paceline.cli.run": (
+    "import paceline.cli.main, paceline.cli.run_command": (
         "torch",
         "numpy",
         "asyncio",
@@ -15,7 +15,7 @@ LEFT_OUT = {
         "psutil",
         "paceline.run.job_facts",
         "paceline.server.protocol.messages",
-        "paceline.launch.kubernetes.request",
+        "paceline.launch.kubernetes.kubernetes_request",
     ),
     "from paceline.run.rank import forkserver": ("torch", "numpy", "asyncio", "ssl", "paceline.server.setup"),
     "from paceline.run.rank.forkserver import preload; preload(['paceline'])": (
@@ -37,7 +37,7 @@ def test_a_job_starts_without_what_few_jobs_need(imports):
     assert done.stdout.split() == []
 
 
-STEP = """
+DECLARED = """
 import sys
 import torch
 import paceline
@@ -52,10 +52,28 @@ job = paceline.distribute(paceline.Workload(
 for batch in job.batches():
     job.step(batch)
     break
-print(*(name for name in ("torch._dynamo.eval_frame", "torch.distributed.fsdp", "sympy") if name in sys.modules))
 """
+LOOP = """
+import sys
+import torch
+import paceline
+from paceline.train.compiler_import import defer_compiler_import
+defer_compiler_import()  # as a rank's process does before it runs the file
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.AdamW(model.parameters())
+batches = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(16, 4)), batch_size=8)
+job, model, optimizer, batches = paceline.prepare(model, optimizer, batches)
+for (inputs,) in batches:
+    optimizer.zero_grad()
+    job.backward(model(inputs).square().mean())
+    optimizer.step()
+"""
+# FSDP2 and DTensors are imported where a plan shards, the compiler where something is compiled.
+OF_OTHER_PLANS = ("torch._dynamo.eval_frame", "torch.distributed.fsdp", "torch.distributed.tensor", "sympy")
 
 
-def test_a_first_step_is_taken_without_what_few_jobs_need(tmp_path):
-    done = subprocess.run([sys.executable, "-c", STEP], capture_output=True, text=True, check=True, cwd=tmp_path)
+@pytest.mark.parametrize("code", [DECLARED, LOOP], ids=["declared", "loop"])
+def test_a_first_step_is_taken_without_what_few_jobs_need(code, tmp_path):
+    code += f"\nprint(*(name for name in {OF_OTHER_PLANS} if name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stdout.split() == []

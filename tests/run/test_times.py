@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.main import main
+from paceline.run.read.times import KINDS, RankSplit, recent_splits, sentence, slow_rank, table
 from paceline.run.timeline import make_trace
-from paceline.run.times import KINDS, RankSplit, recent_splits, sentence, slow_rank, table
 
 MS = 1_000_000
 
@@ -316,7 +316,7 @@ def test_top_without_times_says_so(tmp_path, capsys):
     assert "no rank has written the times of a step yet" in capsys.readouterr().out
 
 
-def test_of_a_step_that_was_taken_again_the_end_alone_has_the_last_time(tmp_path):
+def test_times_trace_tail_has_only_the_last_of_a_repeated_step(tmp_path):
     write(tmp_path, 0, process(0), step(5, 0, data=7), process(0, pid=2), step(5, 9000, data=3))
     both = [event["dur"] for event in make_trace(tmp_path).events if event.get("cat") == "step"]
     last = [event["dur"] for event in make_trace(tmp_path, tail_only=True).events if event.get("cat") == "step"]

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.nouns.errors import PacelineError, PeerLostError, PlanError
 from paceline.server import setup
-from paceline.server.layout import Entry, ServerLayout
+from paceline.server.server_layout import Entry, ServerLayout
 from paceline.server.settings import JobSettings
 from paceline.server.status import look
 from paceline.server.transport.address import Address

@@ -215,7 +215,7 @@ def test_the_first_differing_parameter_is_named():
         assert first.is_alive()
 
 
-def test_a_gradient_from_before_a_worker_was_taken_for_dead_is_not_pushed(monkeypatch):
+def test_cluster_worker_that_rejoins_pushes_no_earlier_gradient(monkeypatch):
     """It comes again, and reads where the others are; what it computed meanwhile is of older parameters."""
     pushed, counts, plain = [], [], Session.push
 
@@ -247,7 +247,7 @@ def test_a_gradient_from_before_a_worker_was_taken_for_dead_is_not_pushed(monkey
     assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))
 
 
-def test_what_is_said_again_and_again_is_not_answered_again_and_again():
+def test_cluster_repeated_messages_are_answered_only_once():
     """The coordinator answers a beat with the configuration, and a server a configuration with a beat: only once."""
 
     def slowly(handle, model):

@@ -78,7 +78,7 @@ def test_nobody_was_silent_while_the_coordinator_stood_still(is_heard):
 
 
 @pytest.mark.parametrize("ticks", [0, 1])
-def test_the_process_notices_that_it_was_stopped_right_after_the_start(tmp_path, monkeypatch, ticks):
+def test_coordinator_notices_its_own_stop_right_after_the_start(tmp_path, monkeypatch, ticks):
     """Its first turn after the job's start may be the one in which it wakes."""
     clock = [100.0]
     monkeypatch.setattr("paceline.server.coordinator.process.time", SimpleNamespace(monotonic=lambda: clock[0]))
@@ -105,7 +105,7 @@ def test_who_is_silent_while_it_runs_is_taken_for_dead():
     assert len(one.workers) == 1
 
 
-def test_a_range_is_lost_when_its_servers_have_ended_or_are_silent_for_long():
+def test_coordinator_loses_a_range_if_servers_end_or_stay_silent():
     """A stopped server still has the parameters: it is waited for longer than one whose process has ended."""
     one = coordinator()
     one.tick(0.0)
@@ -250,7 +250,7 @@ def test_under_sync_a_worker_is_waited_for(is_gone):
     assert not one.missing(1000.0)
 
 
-def test_under_sync_a_worker_that_leaves_early_is_missing_until_all_leave():
+def test_coordinator_sync_worker_that_left_is_missing_until_end():
     one = sync()
     one.tick(0.0)
     heartbeat(one, (1, 0), 4, 0.1, is_done=True)
@@ -287,7 +287,7 @@ def test_a_wait_is_told_once_and_its_end():
     assert one.look({}, {}, 5.0, 108.0) == [{"event": "back", "worker": 1, "waited_s": 8.0}]
 
 
-def test_a_worker_is_given_up_once_and_twice_at_one_step_ends_the_job():
+def test_coordinator_ends_job_if_a_worker_is_given_up_twice():
     one, pids = Absences(60.0, is_replaced=True), {(1, 0): 77, (1, 1): 78, (1, 2): 79}
     assert [event["event"] for event in one.look(missing(61.0), pids, 5.0, 161.0)] == ["waiting", "given_up"]
     assert one.look(missing(62.0), pids, 5.0, 162.0) == []
@@ -307,7 +307,7 @@ def test_where_nobody_starts_another_the_job_ends(is_connected, says):
         one.look(missing(601.0, is_connected=is_connected), {}, 5.0, 702.0)
 
 
-def test_whoever_starts_another_decides_on_a_process_that_has_ended():
+def test_coordinator_leaves_ended_processes_to_their_starter():
     one = Absences(60.0, is_replaced=True)
     events = one.look(missing(1e6, is_connected=False), {(1, 0): 77}, 5.0, 2e6)
     assert [event["event"] for event in events] == ["waiting"]
@@ -324,7 +324,7 @@ def test_a_server_that_is_silent_is_replaced_where_somebody_can(has_begun):
 
 
 @pytest.mark.parametrize(("is_replaced", "pids"), [(False, {7: 70}), (True, {})])
-def test_a_silent_server_that_nobody_can_replace_ends_the_job_only_before_its_start(is_replaced, pids):
+def test_coordinator_silent_server_ends_the_job_only_at_start(is_replaced, pids):
     """Later its ranges have other replicas."""
     server = {7: ("the server at unix:/s", 61.0)}
     assert Absences(60.0, is_replaced).look_at_others(server, pids, has_begun=True) == []

@@ -197,7 +197,7 @@ def test_what_is_no_frame_closes_the_connection(frame):
     feed(connection, frame)
     assert transport.is_aborted
     assert not end.came
-    assert connection.why.startswith("a wrong frame")
+    assert connection.reason.startswith("a wrong frame")
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from paceline.nouns.errors import CheckpointError
-from paceline.server.coordinator.log import Log
+from paceline.server.coordinator.decision_log import Log
 from paceline.server.protocol.messages import Configuration
 from paceline.server.status_table import table, why_waiting
 
@@ -33,7 +33,7 @@ def test_a_log_is_taken_up_where_it_was(tmp_path):
     last.close()
 
 
-def test_a_log_names_the_version_of_a_configuration_as_earlier_ones_did(tmp_path):
+def test_log_writes_the_configuration_version_under_its_old_name(tmp_path):
     log = Log.open(tmp_path / "log")
     log.decide([ONE])
     log.close()

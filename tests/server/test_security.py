@@ -20,11 +20,11 @@ from paceline.nouns.errors import CheckpointError, PeerLostError, UsageError
 from paceline.nouns.plan import Plan
 from paceline.server import setup
 from paceline.server.coordinator.process import Coordination
-from paceline.server.layout import Entry, ServerLayout
 from paceline.server.node import Server
 from paceline.server.protocol import messages
 from paceline.server.protocol.coordinator import Coordinator, Settings
 from paceline.server.protocol.messages import COORDINATOR
+from paceline.server.server_layout import Entry, ServerLayout
 from paceline.server.settings import JobSettings
 from paceline.server.status import look
 from paceline.server.transport import address as addresses
@@ -199,7 +199,7 @@ LOST = CheckpointError("range 0 of the parameters", "all servers that had it hav
         ],
     ],
 )
-def test_a_wrong_message_ends_its_connection_and_any_other_error_the_process(message, raised, is_fatal, monkeypatch):
+def test_security_only_a_wrong_message_ends_just_its_connection(message, raised, is_fatal, monkeypatch):
     """A full disk, parameters that are lost and bugs are no fault of whoever spoke last."""
     ends, failures = [], []
     one = Listener(None)
@@ -232,7 +232,7 @@ def test_parameters_found_lost_at_a_workers_goodbye_end_the_job(tmp_path, monkey
     assert not ends
 
 
-def test_the_coordinator_ends_where_its_log_can_not_be_written_at_the_start(tmp_path, monkeypatch):
+def test_security_coordinator_ends_if_its_log_is_unwritable(tmp_path, monkeypatch):
     job = JobSettings.of(Plan.parse("replicate=1,server=1"))
     process = Coordination(Address.parse(f"unix:{tmp_path}/c"), job, tmp_path / "log", lambda event: None)
     failures, full = [], OSError(28, "full")
@@ -249,7 +249,7 @@ def test_the_coordinator_ends_where_its_log_can_not_be_written_at_the_start(tmp_
     assert failures == [full]
 
 
-def test_a_server_closes_the_connection_over_which_a_damaged_state_comes(monkeypatch):
+def test_security_damaged_state_closes_its_connection(monkeypatch):
     layout = ServerLayout((Entry("w", (8,), "float32", 0),), "SGD", ({"lr": 0.1},), 24)
     server = Server(Address.parse("unix:/s"), Address.parse("unix:/c"))
     ends, failures = [], []
@@ -263,7 +263,7 @@ def test_a_server_closes_the_connection_over_which_a_damaged_state_comes(monkeyp
     assert [end.startswith("a wrong Install: ") for end in ends] == [True]
 
 
-def test_a_server_closes_the_connection_over_which_an_install_without_content_comes(monkeypatch):
+def test_security_install_without_content_closes_its_connection(monkeypatch):
     layout = ServerLayout((Entry("w", (8,), "float32", 0),), "SGD", ({"lr": 0.1},), 24)
     server = Server(Address.parse("unix:/s"), Address.parse("unix:/c"))
     ends, failures = [], []
@@ -283,7 +283,7 @@ def test_a_server_closes_the_connection_over_which_an_install_without_content_co
         *[(1, kind) for kind in (messages.Forward, messages.Pulled, messages.State, setup.StateRead)],
     ],
 )
-def test_a_message_whose_prefix_says_that_its_bytes_are_none_is_refused(peer, kind):
+def test_security_message_announced_without_its_bytes_is_refused(peer, kind):
     server = Server(Address.parse("unix:/s"), Address.parse("unix:/c"))
     connection = SimpleNamespace(peer=peer)
     server.check_may_send(connection, kind, 1)
@@ -454,7 +454,7 @@ def test_who_has_most_connections_waiting_makes_room_for_others():
     assert len(waiting) == 5
 
 
-def test_a_process_without_descriptors_left_lets_go_of_who_says_nothing(tmp_path, monkeypatch):
+def test_security_process_without_descriptors_drops_silent_ones(tmp_path, monkeypatch):
     plain, failures = asyncio.selector_events.BaseSelectorEventLoop.sock_accept, []
 
     async def sock_accept(self, listener):

@@ -32,7 +32,7 @@ def test_ranges_at_one_step_begin_it(is_exact):
 
 
 @pytest.mark.parametrize("is_exact", [True, False])
-def test_ranges_at_different_steps_begin_only_where_the_result_need_not_be_exact(is_exact):
+def test_session_begins_at_unequal_steps_only_if_not_exact(is_exact):
     session = asking(is_exact)
     assert answer(session, 0, 5, 0.0) is None
     assert answer(session, 1, 4, 0.0) is None

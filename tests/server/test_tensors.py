@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from paceline.nouns.errors import CheckpointError, PlanError
 from paceline.server.handle import laid_out
-from paceline.server.layout import AVERAGE, SEGMENT_BYTES, Entry, ServerLayout
 from paceline.server.optimizers import KNOWN, build, describe, implementation_of
 from paceline.server.protocol.admission import Mode
 from paceline.server.protocol.messages import Push, Update
-from paceline.server.tensors import MEAN, STOPPING, FlatTensor, Segments, first_content, states_of
+from paceline.server.range_tensors import MEAN, STOPPING, FlatTensor, Segments, first_content, states_of
+from paceline.server.server_layout import AVERAGE, SEGMENT_BYTES, Entry, ServerLayout
 from paceline.server.transport.frames import PREFIX, read_header, read_prefix, write_frame
 
 SHAPES = st.lists(st.lists(st.integers(0, 700), min_size=0, max_size=2).map(tuple), min_size=1, max_size=8)

@@ -88,18 +88,18 @@ def test_a_disk_that_is_full_at_a_checkpoint_ends_nothing(tmp_path):
 
 
 DIES = """
-from paceline.train.servers import ServerSteps
+from paceline.train.server_steps import ServerSteps
 plain = ServerSteps.end_step
 def end_step(self, batch):
     job = self.job
     if job.rank == 0 and job.step_number == 6 and "PACELINE_TAKES_OVER" not in os.environ:
         os.kill(os.getpid(), signal.SIGKILL)  # the servers have the step, and nobody has written its line
-    plain(self, batch)
+    return plain(self, batch)
 ServerSteps.end_step = end_step
 """
 
 
-def test_the_line_and_the_checkpoint_of_the_step_in_which_worker_0_dies_are_written(tmp_path):
+def test_server_job_writes_the_step_in_which_worker_0_dies(tmp_path):
     plan = ("-n", "2", "--plan", "server=2", "--checkpoint-every", "7")
     calm = paceline(tmp_path, "run", *plan, "--job", "calm", write_workload(tmp_path))
     file = write_workload(tmp_path, loop=DIES + LOOP, name="dies.py")
@@ -115,7 +115,7 @@ def test_the_line_and_the_checkpoint_of_the_step_in_which_worker_0_dies_are_writ
     assert json.loads((tmp_path / "runs/a/result.json").read_text())["left_out"] == {"gradients": 0, "of": 2 * STEPS}
 
 
-def test_a_worker_that_is_stopped_before_anybody_has_heard_of_it_is_replaced(tmp_path):
+def test_server_job_replaces_a_worker_stopped_before_connecting(tmp_path):
     stop = "if os.environ['PACELINE_RANK'] == '1' and not os.path.exists('was_stopped'):\n"
     stop += "    open('was_stopped', 'w').close()\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
     file = write_workload(tmp_path)
@@ -157,7 +157,7 @@ def drawn(ended, rank=0):
     return dict(re.findall(rf"^\[{rank}\] draws (\d+) (\S+)$", ended.out, re.MULTILINE))
 
 
-def test_a_loop_that_makes_its_batches_draws_the_same_after_a_resume(tmp_path):
+def test_server_job_own_batches_are_the_same_after_a_resume(tmp_path):
     file = tmp_path / "own.py"
     file.write_text(OWN_BATCHES)
     plan = ("-n", "2", "--plan", "server=1,mode=async")
@@ -170,7 +170,7 @@ def test_a_loop_that_makes_its_batches_draws_the_same_after_a_resume(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["stale,staleness=2", "async"])
-def test_a_lost_worker_that_makes_its_batches_is_replaced_and_ends_with_the_others(tmp_path, mode):
+def test_server_job_own_batches_continue_after_a_lost_worker(tmp_path, mode):
     """It learns its step before its loop begins, also where none is left."""
     file = tmp_path / "own.py"
     file.write_text(OWN_BATCHES)

@@ -399,7 +399,7 @@ def test_prometheus_scrapes_the_endpoint_with_the_token(run, tmp_path):
         ask(port)
 
 
-def test_a_slow_client_keeps_neither_others_nor_the_jobs_end_waiting(run):
+def test_prometheus_slow_client_delays_no_others_and_no_job_end(run):
     pytest.importorskip("prometheus_client")
     sink = Prometheus(run, port=0)
     with socket.create_connection(("127.0.0.1", sink.port)) as slow:
@@ -407,7 +407,7 @@ def test_a_slow_client_keeps_neither_others_nor_the_jobs_end_waiting(run):
         began = time.monotonic()
         assert "paceline_ended" in ask(sink.port)
         sink.close()
-        assert time.monotonic() - began < 4
+        assert time.monotonic() - began < 9, "a client has ten seconds"
 
 
 def test_the_endpoint_is_on_loopback_alone(run):

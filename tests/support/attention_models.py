@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import paceline
 
-from support.cells import two_steps
+from support.rank_comparisons import two_steps
 
 WORDS, WIDTH, LENGTH, BATCH = 40, 16, 16, 4
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from support.shown import ROOT
+from support.documented_commands import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
 SCRIPT = ROOT / "scripts" / "bench"

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import paceline
 
-from support.cells import two_steps
+from support.rank_comparisons import two_steps
 
 WORDS, WIDTH, LENGTH, BATCH, EXPERTS = 40, 16, 8, 4, 4
 

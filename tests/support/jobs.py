@@ -152,8 +152,8 @@ def leftovers(folder: Path) -> list[str]:
     return found
 
 
-def wait_for(true, seconds: float = 10) -> bool:
-    """Wait until `true()` is; False if it does not become so."""
+def wait_for(true, seconds: float = 30) -> bool:
+    """Wait until `true()` is; False if it does not become so, on however busy a machine."""
     deadline = time.monotonic() + seconds
     while not true():
         if time.monotonic() > deadline:

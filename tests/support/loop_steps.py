@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 import paceline
 from compare import planner_peaks
 from paceline.comm.compression import CastReducer
-from paceline.comm.fully_shard import local
+from paceline.comm.dtensor_parts import local
 from paceline.comm.ledger import Ledger
 from paceline.comm.reducer import SharedMemoryReducer
 from paceline.nouns.patching import patched
@@ -122,10 +122,11 @@ def _held(job):
     parameters = list(job.model.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     parallel = job.parallel
-    gradients += [known.summed for known in parallel.known.values() if known.summed is not None]  # kept until the next
-    reducers = [bucket.reducer for target in parallel.targets for bucket in target.replicate.buckets]
+    known_gradients = parallel.sums.known.values()
+    gradients += [known.summed for known in known_gradients if known.summed is not None]  # kept until the next
+    reducers = [bucket.reducer for target in parallel.sums.targets for bucket in target.replicate.buckets]
     reducers += [each.inside for each in reducers if isinstance(each, CastReducer)]
-    reducers += [*parallel.reducers, parallel.stats.reducer]
+    reducers += [*parallel.agreement.reducers]
     states = [part.state for own in job.objects.optimizers for part in parts_of(own)]
     shared = [inbox for each in reducers if isinstance(each, SharedMemoryReducer) for inbox in each.inboxes]
     return {

@@ -164,9 +164,9 @@ def gathered_in_the_wrong_order():
 
 @mutant("replicate=2,tensor=2", module=("norm", "blocks.", "words", "head"), collective="of the norm")
 def clipping_by_the_local_norm():
-    from paceline.parallel import apply
+    from paceline.parallel.engine import declared
 
-    wrap(apply, "global_norm", lambda plain, parameters, counted, comms: plain(parameters, counted, []))
+    wrap(declared, "global_norm", lambda plain, parameters, counted, comms: plain(parameters, counted, []))
 
 
 # --- replicate
@@ -258,9 +258,9 @@ def accumulation_overwrites():
         return total, weight
 
     def job_parameters():
-        from paceline.train import job
+        from paceline.train import open_jobs
 
-        newest = job.newest()
+        newest = open_jobs.newest()
         return list(newest.model.parameters()) if newest is not None else []
 
     wrap(local, "checked_loss", checked)
@@ -292,7 +292,7 @@ def last_gradient_of_a_bucket_not_summed():
 
 @mutant("shard=2", module=("words", "blocks.", "norm"))
 def weight_decay_twice_on_a_shard():
-    from paceline.comm.fully_shard import local
+    from paceline.comm.dtensor_parts import local
     from paceline.parallel.shard import fsdp_adapter as sharded
 
     def step(plain, optimizer):
@@ -317,14 +317,14 @@ def a_shard_not_reduced():
 
 @mutant("shard=2", module=("words", "blocks.", "norm", "head"), collective="of the norm")
 def clipping_by_a_shards_norm():
-    from paceline.parallel import apply
+    from paceline.parallel.engine import declared
 
-    wrap(apply, "global_norm", lambda plain, parameters, counted, comms: plain(parameters, counted, []))
+    wrap(declared, "global_norm", lambda plain, parameters, counted, comms: plain(parameters, counted, []))
 
 
 @mutant("shard=2", module=("words", "blocks.", "norm"), what=("step", "reshard", "replicate=2"))
 def optimizer_state_not_resharded():
-    from paceline.train import job
+    from paceline.train import snapshot
 
     def restore(plain, model, optimizer, *state):
         plain(model, optimizer, *state)
@@ -332,17 +332,17 @@ def optimizer_state_not_resharded():
             if "exp_avg" in state:
                 state["exp_avg"].zero_()
 
-    wrap(job.snapshot, "restore_optimizer", restore)
+    wrap(snapshot, "restore_optimizer", restore)
 
 
 @mutant("shard=2", module=("words",), what=("step", "reshard", "replicate=1"))
 def rows_permuted_after_a_reshard():
-    from paceline.train import job
+    from paceline.train import snapshot
 
     def restore(plain, model, tensors, held):
         plain(model, {name: t.flip(0) if name.endswith("words.weight") else t for name, t in tensors.items()}, held)
 
-    wrap(job.snapshot, "restore_model", restore)
+    wrap(snapshot, "restore_model", restore)
 
 
 # --- pipeline
@@ -357,14 +357,14 @@ def stale_tied_embedding():
 
 @mutant("pipeline=2", module=("", "words", "blocks."))
 def last_micro_batch_of_the_pipeline_dropped():
-    from paceline.parallel.pipeline.strategy import Pipeline
+    from paceline.parallel.pipeline.pipeline_strategy import Pipeline
 
     wrap(Pipeline, "forward_backward", lambda plain, self, loss, micro, add: plain(self, loss, micro[:-1], add))
 
 
 @mutant("pipeline=2", module=("blocks.", "words"), collective="send on pipeline")
 def gradients_to_the_wrong_micro_batch():
-    from paceline.parallel.pipeline import strategy as pipeline
+    from paceline.parallel.pipeline import pipeline_strategy as pipeline
 
     def send(plain, self, value, *where, forwards):
         plain(self, value if forwards else torch.roll(value, 1, 0), *where, forwards=forwards)
@@ -374,7 +374,7 @@ def gradients_to_the_wrong_micro_batch():
 
 @mutant("pipeline=2,schedule=zero_bubble", module=("blocks.", "words", "norm", "head"))
 def weights_half_of_a_micro_batch_left_out():
-    from paceline.parallel.pipeline import strategy as pipeline
+    from paceline.parallel.pipeline import pipeline_strategy as pipeline
 
     def weights(plain, self, action):
         if action.micro_batch:
@@ -390,17 +390,9 @@ def weights_half_of_a_micro_batch_left_out():
 
 @mutant("pipeline=2,shard=2", module=("words", "blocks.", "norm", "head"))
 def stale_parameters_after_a_step():
-    from paceline.parallel.shard.zero1 import FlatShard
+    from paceline.parallel.shard.owned_update import OwnedUpdates
 
-    kept = {}
-
-    def gather(plain, self):
-        plain(self)
-        for name, parameter in self.whole.items():
-            if parameter.numel():
-                parameter.data = kept.setdefault((id(self), name), parameter.data.clone())
-
-    wrap(FlatShard, "gather", gather)
+    wrap(OwnedUpdates, "_gather_rows", lambda plain, self, parameters: None)
 
 
 @mutant("replicate=2,shard=2", collective="replicate")
@@ -474,7 +466,7 @@ def vocabulary_loss_not_summed():
 def whole_parameters_counted_on_every_rank():
     from paceline.parallel.graph_adapter import GraphAdapter
 
-    wrap(GraphAdapter, "counted", lambda plain, self: dict.fromkeys(self.own.values(), True))
+    wrap(GraphAdapter, "counted", lambda plain, self: dict.fromkeys(self.parameters.values(), True))
 
 
 @mutant("replicate=2", module=("",))
@@ -525,7 +517,7 @@ def a_groups_settings_lost():
 
 @mutant("pipeline=2", module=("blocks.1", "norm", "head", "blocks.0"), collective="send on pipeline")
 def activations_of_another_sample():
-    from paceline.parallel.pipeline import strategy as pipeline
+    from paceline.parallel.pipeline import pipeline_strategy as pipeline
 
     def send(plain, self, value, *where, forwards):
         plain(self, value.roll(1, 0) if forwards else value, *where, forwards=forwards)
@@ -535,7 +527,7 @@ def activations_of_another_sample():
 
 @mutant("pipeline=2", module=("",))
 def loss_divided_by_micro_batches():
-    from paceline.parallel.pipeline import strategy as pipeline
+    from paceline.parallel.pipeline import pipeline_strategy as pipeline
 
     def backward(plain, self, action):
         if action.stage == self.program.total_stages - 1:
@@ -548,7 +540,7 @@ def loss_divided_by_micro_batches():
 
 @mutant("replicate=2", subject="scheduled", module=("words", "blocks.", "norm"), what=("step", "reshard", "shard=2"))
 def step_counters_begin_anew():
-    from paceline.train import job
+    from paceline.train import snapshot
 
     def restore(plain, model, optimizer, *state):
         plain(model, optimizer, *state)
@@ -556,18 +548,18 @@ def step_counters_begin_anew():
             if "step" in state:
                 state["step"].zero_()
 
-    wrap(job.snapshot, "restore_optimizer", restore)
+    wrap(snapshot, "restore_optimizer", restore)
 
 
 @mutant("replicate=2", what=("step", "traffic"), collective="all_reduce on replicate")
 def one_sum_too_many():
-    from paceline.parallel.apply import Parallel
+    from paceline.parallel.engine.declared import DeclaredEngine
 
     def reduce(plain, self):
         self.comms.axes["replicate"].all_reduce(torch.zeros(3))
         return plain(self)
 
-    wrap(Parallel, "reduce_gradients", reduce)
+    wrap(DeclaredEngine, "reduce_gradients", reduce)
 
 
 @mutant("pipeline=2", module=("blocks.", "norm", "head", "words"))
@@ -703,19 +695,19 @@ def a_half_of_shared_memory_not_filled_again():
 
 @mutant("shard=2", subject="scaled", collective="all_reduce on shard", culprit="gradients: that of scale")
 def a_scalar_not_summed():
-    from paceline.parallel.shard.strategy import Shard
+    from paceline.parallel.shard.shard_strategy import Shard
 
     wrap(Shard, "_reduce_whole", lambda plain, self, unused: None)
 
 
 @mutant("replicate=2", subject="short", culprit="clipping: the gradient norm is right, but every gradient is 2")
 def clipping_that_scales_up():
-    from paceline.train import step
+    from paceline.parallel.engine import engine
 
     def clip(plain, parameters, factor):
         plain(parameters, factor * 2.5)
 
-    wrap(step, "scale_gradients", clip)
+    wrap(engine, "scale_gradients", clip)
 
 
 @mutant("replicate=2", subject="augmented", culprit="data: rank 1 loads other values for samples")
@@ -823,7 +815,7 @@ def an_owner_forgets_the_state():
 def a_norm_is_that_of_a_part():
     from paceline.parallel.graph_adapter import GraphAdapter
 
-    wrap(GraphAdapter, "update_whole", lambda plain, self, names: None)
+    wrap(GraphAdapter, "update_whole", lambda plain, self, names, optimizer: None)
 
 
 # --- context
@@ -835,7 +827,8 @@ ATTENTION = ("layers.0", "layers.1")
 
 @mutant(RING, subject="rotary", module=("layers.0",))
 def rotary_angles_of_the_first_rank():
-    from paceline.comm import differentiable, sequence
+    from paceline.comm import differentiable
+    from paceline.graph.context import context_exchanges as sequence
 
     def sliced(plain, self, tensor, pieces):
         if tuple(tensor.shape) == (16, 1):  # the positions of the angles
@@ -847,7 +840,8 @@ def rotary_angles_of_the_first_rank():
 
 @mutant(RING, subject="rotary", module=("places", "words", "layers.0", ""))
 def learned_positions_of_the_first_rank():
-    from paceline.comm import differentiable, sequence
+    from paceline.comm import differentiable
+    from paceline.graph.context import context_exchanges as sequence
 
     def sliced(plain, self, tensor, pieces):
         if tensor.dim() == 2:  # the table of positions
@@ -859,14 +853,14 @@ def learned_positions_of_the_first_rank():
 
 @mutant("context=4,context_by=ring", subject="rotary", module=ATTENTION, collective="attention on context")
 def ring_step_off_by_one():
-    from paceline.comm import sequence
+    from paceline.graph.context import ring
 
-    wrap(sequence._Ring, "source", lambda plain, self, hop: plain(self, hop + (hop > 1)))
+    wrap(ring.Ring, "source", lambda plain, self, hop: plain(self, hop + (hop > 1)))
 
 
 @mutant(RING, subject="rotary", module=ATTENTION, collective="attention on context")
 def blocks_merged_without_their_weights():
-    from paceline.comm import sequence
+    from paceline.graph.context import ring
 
     def merged(plain, result, sums, queries, made, block_sums):
         before = result.clone()
@@ -874,12 +868,12 @@ def blocks_merged_without_their_weights():
         rows = slice(*queries)
         result[..., rows, :] = (before[..., rows, :] + made) / 2
 
-    wrap(sequence, "_merge", merged)
+    wrap(ring, "_merge", merged)
 
 
 @mutant(RING, subject="rotary", module=ATTENTION)
 def gradients_of_keys_stay_where_they_are_made():
-    from paceline.comm import sequence
+    from paceline.graph.context import ring
 
     def collected(plain, ring, key, value, of_keys):
         own = {}
@@ -891,82 +885,85 @@ def gradients_of_keys_stay_where_they_are_made():
         plain(ring, key, value, noted)
         return own[ring.place]
 
-    wrap(sequence, "_collected", collected)
+    wrap(ring, "_collected", collected)
 
 
 @mutant(RING, subject="rotary", module=ATTENTION)
 def gradients_of_keys_counted_twice():
-    from paceline.comm import sequence
+    from paceline.graph.context import ring
 
-    wrap(sequence, "_collected", lambda plain, *arguments: tuple(2 * part for part in plain(*arguments)))
+    wrap(ring, "_collected", lambda plain, *arguments: tuple(2 * part for part in plain(*arguments)))
 
 
 @mutant(RING, subject="rotary", module=ATTENTION, collective="attention on context")
 def later_keys_are_seen_on_the_same_rank():
-    from paceline.comm import sequence
+    from paceline.graph.context import ring
 
     def blocks(plain, ring, source, device):
         for block in plain(ring, source, device):
             yield block._replace(is_causal=False)
 
-    wrap(sequence, "_blocks_of", blocks)
+    wrap(ring, "_blocks_of", blocks)
 
 
 @mutant(RING, subject="rotary", module=ATTENTION, collective="attention on context")
 def earlier_keys_of_other_ranks_are_hidden():
-    from paceline.comm import sequence
+    from paceline.graph.context import ring
 
     def blocks(plain, ring, source, device):
         for block in plain(ring, source, device):
             if source == ring.place or block.queries[0]:
                 yield block
 
-    wrap(sequence, "_blocks_of", blocks)
+    wrap(ring, "_blocks_of", blocks)
 
 
 @mutant(HEADS, subject="rotary", module=ATTENTION, collective="attention on context")
 def heads_come_back_in_another_order():
-    from paceline.comm import sequence
+    from paceline.graph.context import context_exchanges as sequence
 
-    def back(plain, tensor, places, members, comm):
-        return plain(tensor, places, members, comm).roll(1, -3)
+    def back(plain, *arguments, to_heads=True):
+        made = plain(*arguments, to_heads)
+        return made if to_heads else made.roll(1, -3)
 
-    wrap(sequence, "_to_sequence", back)
+    wrap(sequence.SequenceExchanges, "_exchange_heads", back)
 
 
 @mutant(HEADS, subject="rotary", module=ATTENTION, collective="attention on context")
 def positions_joined_as_they_come():
-    from paceline.comm import sequence
+    from paceline.graph.context import context_exchanges as sequence
 
-    def runs(plain, places, member):
-        target = sum(place.stop - place.start for place in places if place.member < member)
-        for place in sorted((place for place in places if place.member == member), key=lambda place: place.offset):
-            yield place.offset, target, place.stop - place.start
-            target += place.stop - place.start
+    def exchange(plain, self, tensor, blocks, *rest, to_heads=True):
+        made = plain(self, tensor, blocks, *rest, to_heads=to_heads)
+        if not to_heads:
+            return made
+        size = self.comm.size
+        places = [torch.arange(*each) for rank in range(size) for each in sequence.positions_of(blocks, rank, size)]
+        return made.index_select(-2, torch.cat(places))
 
-    wrap(sequence, "_runs", runs)
+    wrap(sequence.SequenceExchanges, "_exchange_heads", exchange)
 
 
 @mutant(RING, subject="rotary", module=("last", ""))
 def every_rank_takes_the_whole_gradient_of_the_loss():
-    from paceline.comm import sequence
+    from paceline.graph.context import context_exchanges as sequence
 
     wrap(sequence.SequenceExchanges, "share_of_gradient", lambda plain, self, tensor: tensor)
 
 
 @mutant(RING, subject="rotary", module=("last", ""))
 def gradient_of_a_sum_stays_a_share():
-    from paceline.comm import sequence
+    from paceline.graph.context import context_exchanges as sequence
 
-    def backward(ctx, *gradients):
-        return gradients[0], None
+    def summed(plain, self, tensor):
+        return self.reduce_from_group(tensor)
 
-    sequence._Sum.backward = staticmethod(backward)
+    wrap(sequence.SequenceExchanges, "sum_with_partial_grad", summed)
 
 
-@mutant(RING, subject="patches", module=("last", ""), collective="all_reduce on context")
+@mutant(RING, subject="patches", module=("last", ""), collective="all_to_all on context")
 def class_token_of_the_wrong_place():
-    from paceline.comm import sequence
+    from paceline.graph.context import context_exchanges as sequence
 
     def taken(plain, self, tensor, dim, index, blocks):
         return plain(self, tensor, dim, index + 1, blocks)
@@ -976,36 +973,40 @@ def class_token_of_the_wrong_place():
 
 @mutant(RING, subject="rotary", module=("last", ""), collective="on context")
 def shifted_scores_lack_what_others_have():
-    from paceline.comm import sequence
+    from paceline.graph.context import context_exchanges as sequence
 
-    def moved(plain, tensor, dim, *arguments):
-        result = plain(tensor, dim, *arguments)
-        result.narrow(dim, result.shape[dim] - 1, 1).zero_()  # what came last, as if from nobody
+    def brought(plain, tensor, dims, *arguments):
+        result = plain(tensor, dims, *arguments)
+        result.narrow(dims[1], result.shape[dims[1]] - 1, 1).zero_()  # what came last, as if from nobody
         return result
 
-    wrap(sequence, "_moved", moved)
+    wrap(sequence, "_brought", brought)
 
 
 @mutant(RING, subject="relative", module=("last", ""))
 def mean_over_the_positions_of_one_rank():
-    from paceline.graph import emit_context
+    from paceline.graph import emit
+    from paceline.graph.context import context_emit as emit_context
 
-    def halved(plain, self, node, choice, source):
-        return self._call(torch.ops.aten.mul.Tensor, plain(self, node, choice, source), self.num_ranks)
+    plain = emit_context.OPERATIONS["mean"]
 
-    wrap(emit_context.ContextEmitter, "_sum_of_mean", halved)
+    def halved(emitter, step):
+        return emitter.call(torch.ops.aten.mul.Tensor, plain(emitter, step), emitter.num_ranks)
+
+    emit._OPERATIONS["mean"] = halved
 
 
 @mutant(RING, subject="rotary", module=("last", ""))
 def mean_loss_over_the_rows_of_one_rank():
-    from paceline.graph import emit_context
+    from paceline.graph.context import context_emit as emit_context
 
     wrap(emit_context, "counted_rows", lambda plain, *arguments: plain(*arguments) / 2)
 
 
 @mutant(RING, subject="relative", module=ATTENTION)
 def mask_of_the_rows_of_the_first_rank():
-    from paceline.comm import differentiable, sequence
+    from paceline.comm import differentiable
+    from paceline.graph.context import context_exchanges as sequence
 
     def sliced(plain, self, tensor, pieces):
         if tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1]:
@@ -1017,14 +1018,14 @@ def mask_of_the_rows_of_the_first_rank():
 
 @mutant(RING, subject="relative", module=ATTENTION, collective="attention on context")
 def mask_of_the_columns_of_this_rank():
-    from paceline.comm import sequence
+    from paceline.graph.context import ring
 
     def ranges(plain, self):
         self.source, source = self.ring.place, self.source
         yield from plain(self)
         self.source = source
 
-    wrap(sequence._Part, "_seen_ranges", ranges)
+    wrap(ring._Part, "_seen_ranges", ranges)
 
 
 @mutant(RING, subject="rotary")
@@ -1043,7 +1044,7 @@ def gradients_not_summed_over_context():
 @mutant(RING, subject="drops", what=("step", "draws"), says="don't make up the whole mask|dropout")
 def every_rank_drops_what_the_first_one_drops():
     from paceline.comm.differentiable import split_dropout
-    from paceline.graph import emit_context
+    from paceline.graph import emit
 
     def drops(plain, self, *arguments):
         new = plain(self, *arguments)
@@ -1052,29 +1053,29 @@ def every_rank_drops_what_the_first_one_drops():
                 made.args = (*made.args[:4], (made.args[4][0], 0, self.num_ranks))
         return new
 
-    wrap(emit_context.ContextEmitter, "_operation", drops)
+    wrap(emit.Emitter, "_after_operation", drops)
 
 
 @mutant(RING, subject="rotary", module=ATTENTION)
 def gradient_of_shared_keys_is_a_mean():
-    from paceline.comm import sequence
+    from paceline.graph.context import ring
 
     def grouped(plain, gradient, tensor):
         made = plain(gradient, tensor)
         return made * tensor.shape[-3] / gradient.shape[-3]
 
-    wrap(sequence, "_per_group", grouped)
+    wrap(ring, "_per_group", grouped)
 
 
 @mutant(RING, subject="relative", module=("layers", ""))
 def bias_has_the_gradient_of_the_last_block_alone():
-    from paceline.comm import sequence
+    from paceline.graph.context import ring
 
     def added(plain, self, of_mask, of_scores):
         of_mask.zero_()
         plain(self, of_mask, of_scores)
 
-    wrap(sequence._Part, "add_gradient", added)
+    wrap(ring._Part, "add_gradient", added)
 
 
 # --- experts
@@ -1086,7 +1087,7 @@ EXPERTS = "expert=2"
 def rows_meet_another_expert():
     import torch
 
-    from paceline.comm import experts
+    from paceline.graph.expert import expert_exchanges as experts
 
     def by_arrival(plain, received):
         return torch.arange(sum(map(sum, received)))
@@ -1096,7 +1097,7 @@ def rows_meet_another_expert():
 
 @mutant(EXPERTS, subject="mixture", module=("mixture",))
 def rows_come_back_to_other_tokens():
-    from paceline.comm import experts
+    from paceline.graph.expert import expert_exchanges as experts
 
     def combined(plain, self, rows, counts, count):
         return plain(self, rows, counts, count).roll(1, 0)
@@ -1116,7 +1117,7 @@ def rows_come_back_to_other_tokens_beside_context():
 
 @mutant(EXPERTS, subject="mixture", module=("mixture",))
 def last_row_of_a_rank_is_dropped():
-    from paceline.comm import experts
+    from paceline.graph.expert import expert_exchanges as experts
 
     def sent(plain, self, rows, counts):
         came = plain(self, rows, counts).clone()
@@ -1128,7 +1129,7 @@ def last_row_of_a_rank_is_dropped():
 
 @mutant(EXPERTS, subject="mixture", module=("mixture",))
 def experts_end_one_row_too_early():
-    from paceline.comm import experts
+    from paceline.graph.expert import expert_exchanges as experts
 
     def ends(plain, self, ends, counts):
         here = plain(self, ends, counts)
@@ -1139,7 +1140,7 @@ def experts_end_one_row_too_early():
 
 @mutant(EXPERTS, subject="mixture", module=("mixture",), culprit="0.5 times")
 def gradients_of_experts_are_divided_twice():
-    from paceline.parallel.apply import Parallel
+    from paceline.parallel.engine.declared import DeclaredEngine
 
     def reduced(plain, self):
         made = plain(self)
@@ -1147,7 +1148,7 @@ def gradients_of_experts_are_divided_twice():
             parameter.grad /= 2
         return made
 
-    wrap(Parallel, "reduce_gradients", reduced)
+    wrap(DeclaredEngine, "reduce_gradients", reduced)
 
 
 @mutant(EXPERTS, subject="mixture", module=("mixture",), culprit="gradients are wrong")
@@ -1178,7 +1179,7 @@ def gradients_not_summed_over_expert():
 
 @mutant(EXPERTS, subject="mixtral", says="the loss is")
 def router_loss_is_of_the_samples_of_a_rank():
-    from paceline.comm import sequence
+    from paceline.graph.context import context_exchanges as sequence
 
     def summed(plain, self, tensor):
         return tensor * self.comm.size
@@ -1190,7 +1191,7 @@ def router_loss_is_of_the_samples_of_a_rank():
 def every_rank_computes_the_first_samples():
     import dataclasses
 
-    from paceline.comm import experts
+    from paceline.graph.expert import expert_exchanges as experts
 
     def taken(plain, self, tensor, pieces):
         first = dataclasses.replace(self, comm=dataclasses.replace(self.comm, rank=0))
@@ -1201,7 +1202,7 @@ def every_rank_computes_the_first_samples():
 
 @mutant(EXPERTS, subject="mixture", module=("mixture",), culprit="backward")
 def gradient_of_rows_is_not_brought_back():
-    from paceline.comm import experts
+    from paceline.graph.expert import expert_exchanges as experts
 
     def sent(plain, self, rows, counts):
         return plain(self, rows.detach(), counts)
@@ -1214,14 +1215,14 @@ def gradient_of_rows_is_not_brought_back():
 
 @mutant(EXPERTS, subject="looped", module=("mixture",))
 def shared_expert_counts_once_for_each_rank():
-    from paceline.graph import own_experts
+    from paceline.graph.expert import own_experts
 
     wrap(own_experts._CallWithExperts, "_added", lambda plain, self, tensors: own_experts.OwnModule._run(self, tensors))
 
 
 @mutant(EXPERTS, subject="looped", module=("mixture",))
 def what_other_ranks_experts_make_is_left_out():
-    from paceline.comm import sequence
+    from paceline.graph.context import context_exchanges as sequence
 
     def summed(plain, self, tensor):
         return tensor if tensor.dim() > 1 else plain(self, tensor)

@@ -12,7 +12,7 @@ from kubeflow_trainer_api.models.trainer_v1alpha1_training_runtime import Traine
 from referencing import Registry, Resource
 
 from paceline.launch.kubernetes.gang import SCHEDULERS
-from paceline.launch.kubernetes.job import KINDS, SERVER_KINDS
+from paceline.launch.kubernetes.kubernetes_job import KINDS, SERVER_KINDS
 from paceline.launch.kubernetes.objects import pod_sets
 from paceline.launch.kubernetes.submit import KubernetesJob, render
 from paceline.nouns.plan import Plan

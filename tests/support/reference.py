@@ -21,93 +21,89 @@ PAGES = Path(__file__).parents[2] / "docs" / "reference"
 _DIRECTIVE = re.compile(r"^::: (paceline[\w.]*)\n((?: {4}.*\n)*)", re.MULTILINE)
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Yields|Raises|Examples):\n((?: {4}.*\n|\n)*)", re.MULTILINE)
 _ITEM = re.compile(r"^ {4}(\w+)(?: \([^)]*\))?: ", re.MULTILINE)
+# What Paceline's own modules call of either form of a job.
+BASE = [
+    "notice",
+    "named",
+    "settle",
+    "compare_ranks",
+    "check_place",
+    "leave_step",
+    "go_to",
+    "restore_own_state",
+    "facts",
+    "is_at_step",
+    "may_be_done",
+]
 # Public by their spelling alone: Paceline's own modules call them.
 # By name, or by the path of a name that stands twice.
 INTERNAL = {
     "Average": ["parts", "restore"],
     "Decoding": ["choose", "end_tokens", "of"],
     "Workload": ["check_ranks"],
-    "Job": [
-        "checkpoint_folder",
-        "write_checkpoint",
-        "save_if_missed",
-        "finish_save",
-        "report_copy",
-        "notice",
-        "restore_own_state",
-        "facts",
-        "models",
-        "backward",
-        "check_has_trained",
-        "finish_last_step",
-        "is_at_step",
-        "may_be_done",
-    ],
+    "Job": ["stand_at", "leave_step", "go_to", *BASE],
     "LoopJob": [
-        "check_has_updated",
-        "is_at_step",
-        "may_be_done",
         "part",
-        "batches_seen",
-        "whole_model",
-        "models",
         "assembly_class",
-        "batches",
-        "step",
         "batches_of",
         "begin_batch",
-        "restore_own_state",
-        "facts",
         "take",
         "end_step",
-        "settle",
-        "number_of",
         "sum_gradients",
         "skip_update",
+        "count_update",
+        *BASE,
     ],
-    "paceline.integrations.lightning.Trainer": [
-        # Attributes of lightning.Trainer, which modules read.
-        "global_rank",
-        "local_rank",
-        "world_size",
-        "num_devices",
-        "is_global_zero",
-        "logger",
-        "model",
-        "training",
-        "validating",
-        "testing",
-        "evaluating",
-        "predicting",
-        "state",
-        "early_stopping_callbacks",
-        "early_stopping_callback",
-        "checkpoint_callbacks",
-        "checkpoint_callback",
-        "val_dataloaders",
-        "estimated_stepping_batches",
-        # What its loops call.
-        "num_epochs",
-        "has_all_steps",
-        "may_stop",
-        "enter",
-        "call",
-        "call_callbacks",
-        "call_module",
-        "call_data",
-        "data_hook",
-        "log_value",
-        "take_values",
-        "write_step",
-        "write",
-        "accumulates",
-        "looks_at_gradients",
-        "update",
-        "is_validation_due",
-        "is_validation_due_with_epoch",
-        "validate_in_fit",
-        "save_best",
-        "sanity_check",
+    # Methods of Accelerate's that scripts call as Accelerate documents them.
+    "paceline.integrations.accelerate.Accelerator": [
+        "backward",
+        "clip_grad_norm_",
+        "clip_grad_value_",
+        "data_rank",
+        "end_training",
+        "free_memory",
+        "gather",
+        "gather_for_metrics",
+        "get_state_dict",
+        "is_cut",
+        "join_uneven_inputs",
+        "load_state",
+        "no_sync",
+        "pad_across_processes",
+        "prepare",
+        "prepare_data_loader",
+        "prepare_model",
+        "reduce",
+        "save_state",
+        "split_between_processes",
+    ],
+    # Hooks that Lightning's Trainer calls.
+    "paceline.integrations.lightning.Strategy": [
+        "setup_environment",
+        "set_world_ranks",
+        "setup",
+        "setup_precision_plugin",
+        "model_to_device",
+        "backward",
+        "optimizer_step",
+        "block_backward_sync",
+        "on_validation_start",
+        "on_train_end",
+        "reduce",
+        "reduce_boolean_decision",
+        "all_gather",
+        "barrier",
+        "broadcast",
+        "lightning_module_state_dict",
+        "optimizer_state",
+        "load_optimizer_state_dict",
+        "load_checkpoint",
+        "teardown",
+        "plan",
+        "mesh",
+        "is_distributed",
+        "root_device",
+        "distributed_sampler_kwargs",
     ],
     "Plan": [
         "check_effect",
@@ -118,6 +114,9 @@ INTERNAL = {
         "is_one_process",
         "without_shared_memory",
         "is_compiled",
+        "shares_updates",
+        "gradient_axes",
+        "spreading_axes",
     ],
     "Handle": ["join", "step", "take"],
     "TensorBoard": ["write", "close"],
@@ -220,7 +219,10 @@ def gaps(path: str, what: Any) -> list[str]:
 
 
 def undocumented_members(one: Public) -> list[str]:
-    """Methods and properties of a class that its page does not show, and that are not Paceline's own."""
+    """Methods and properties of a class that no page shows, and that are not Paceline's own.
+
+    Those of a base that no page shows itself are the class's own; another class may show them.
+    """
     if not inspect.isclass(one.what):
         return []
     named = {
@@ -229,10 +231,14 @@ def undocumented_members(one: Public) -> list[str]:
         *items(one.what.__doc__ or "", "Args", "Attributes"),
     }
     kinds = (property, classmethod, staticmethod)
+    shown = set(map(id, documented().values()))
+    bases = [base for base in one.what.__mro__[1:] if base.__module__ == "paceline.train.base_job"]
     return [
         name
-        for name, value in vars(one.what).items()
-        if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, kinds)) and name not in named
+        for kind in (one.what, *bases)
+        for name, value in vars(kind).items()
+        if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, kinds))
+        if name not in named and id(value) not in shown
     ]
 
 

@@ -20,13 +20,14 @@ from test_every_plan import plans_of
 from paceline.nouns.errors import PacelineError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
+from paceline.profile.describe import describe
 from paceline.verify.judge.checks import check_order, check_step, check_traffic
 from paceline.verify.judge.compare import Reference, read_ranks
-from paceline.verify.judge.order import read_trace
+from paceline.verify.judge.order_of_collectives import read_trace
 from paceline.verify.judge.verdict import Verdict
-from paceline.verify.ranks.dry_run import describe_all
+from paceline.verify.ranks.dry_run import predicted_traffic
 
-from support import kit
+from support import verified_workloads as kit
 from support.models import MODELS
 from support.ranks import preload, run_ranks
 
@@ -73,7 +74,8 @@ def judged(name: str, plan: Plan, number: int, folder: Path) -> tuple[str, str]:
     check_order(verdict, {"float64": traces}, Mesh.parse(plan.mesh), {"graphs": {}})
     check_step(verdict, Reference.read(folder, "float64"), read_ranks(folder, f"float64-{number}", plan.world_size))
     drawn = read_ranks(folder, f"draws-{number}", plan.world_size)
-    check_traffic(verdict, plan, describe_all(kit.make(name), plan), drawn)
+    own = kit.make(name)
+    check_traffic(verdict, predicted_traffic(own, plan, describe(own, plan)), drawn)
     if verdict.word == "bug":
         return "**bug**", "; ".join(check.message for check in verdict.checks if not check.passed)
     return f"{verdict.largest:.0e}", ""

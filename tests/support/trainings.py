@@ -94,7 +94,7 @@ def play(rank: int, example: str, words: list[str], plan: str) -> list[np.ndarra
     paceline.prepare = watched
     run_main(example, words)
     (job,) = jobs
-    return [job.parallel.whole(parameter).detach().numpy().copy() for parameter in job.model.parameters()]
+    return [job.parallel.models.full_tensor(parameter).detach().numpy().copy() for parameter in job.model.parameters()]
 
 
 def train(folder: Path, example: str, words: Sequence[object], plan: str) -> tuple[list[np.ndarray], dict]:

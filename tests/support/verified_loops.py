@@ -13,11 +13,13 @@ from pathlib import Path
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.verify import loops
+from paceline.verify.judge.check_dropout import check_draws
+from paceline.verify.judge.compare import read_ranks
 from paceline.verify.judge.verdict import Verdict
 
 from support.ranks import preload, run_ranks
 
-preload("paceline.verify.ranks.loop_main")
+preload("paceline.verify.ranks.rank_main")
 STEPS = 3
 ALONE = Plan(mesh="replicate=1")
 Mutant = Callable[[], None]
@@ -26,7 +28,7 @@ _folders = []  # temporary folders live as long as the tests
 
 def be_rank(rank: int, settings: str, mutant: Mutant | None):
     """Run the file on one rank, with a mutant switched on; nothing of the product knows it."""
-    from paceline.verify.ranks.loop_main import main
+    from paceline.verify.ranks.rank_main import main
 
     os.environ["PACELINE_RUN_DIR"] = str(Path(settings).parent)
     if mutant is not None:
@@ -35,10 +37,9 @@ def be_rank(rank: int, settings: str, mutant: Mutant | None):
 
 
 def _run(folder: Path, name: str, plan: Plan, parts: int, mutant: Mutant | None = None):
-    settings = {
-        "script": str(folder / "loop.py"), "arguments": [], "steps": STEPS, "run": name, "plan": asdict(plan),
-        "data_parts": parts, **loops.options_of(name), "folder": str(folder),
-    }  # fmt: skip
+    parts_of_run = {"name": name, "steps": STEPS, "plan": asdict(plan), "data_parts": parts}
+    run = {**parts_of_run, "is_loop": True, **loops.options_of(name)}
+    settings = {"script": str(folder / "loop.py"), "arguments": [], "runs": [run], "folder": str(folder)}
     path = folder / f"{name}.json"
     path.write_text(json.dumps(settings))
     run_ranks(plan.world_size, be_rank, str(path), mutant)
@@ -69,5 +70,5 @@ def verify_loop(text: str, plan_text: str, mutant: Mutant | None = None, with_dr
         loops.compare(verdict, folder, plan.world_size, has_noise=True)
         if with_draws:
             _run(folder, "draws", plan, parts, mutant)
-            loops.check_draws(verdict, folder, plan.world_size)
+            check_draws(verdict, read_ranks(folder, "draws", plan.world_size), is_loop=True)
     return verdict

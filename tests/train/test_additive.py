@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import paceline
 from paceline.comm import api
+from paceline.nouns.data_order import DataOrder
 from paceline.nouns.errors import LossError
-from paceline.nouns.order import DataOrder
 from paceline.parallel.model_adapter import EagerAdapter
 from paceline.train import additive
 from paceline.train.additive import check_loss_adds_up, check_loss_is_no_mean
@@ -23,7 +23,7 @@ from paceline.train.data import RankLoader, open_data
 from paceline.train.same_draws import SameDraws
 
 from support.ranks import run_ranks
-from support.unusual import Mixture
+from support.unusual_models import Mixture
 
 WORDS, LENGTH, WIDTH = 23, 6, 8
 
@@ -438,7 +438,7 @@ def test_sums_that_cancel_beyond_float32_are_not_refused():
     assert not notices or "could not be checked" in notices[0]
 
 
-def test_what_counts_its_calls_outside_of_the_model_gets_a_notice():
+def test_additive_loss_that_counts_its_calls_gets_a_notice():
     notices = []
     try_out(Net, Counts(), notices)
     assert len(notices) == 1
@@ -450,7 +450,7 @@ def of_eight(model, batch):
     return cross_entropy(model, {"ids": batch["ids"].view(8, LENGTH)})
 
 
-def test_a_trial_that_fails_gets_a_notice_and_the_first_step_tells_more():
+def test_additive_trial_that_fails_gets_a_notice():
     notices = []
     try_out(Net, of_eight, notices)
     assert len(notices) == 1

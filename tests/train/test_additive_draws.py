@@ -194,7 +194,7 @@ def patched(is_leaf):
 
 
 @pytest.mark.parametrize("is_leaf", [False, True])
-def test_a_model_that_its_copies_reach_is_left_as_it_was_and_tried_as_it_is(is_leaf):
+def test_additive_trial_uses_a_model_reached_by_copies_unchanged(is_leaf):
     assert not try_out(patched(is_leaf), cross_entropy)
     with pytest.raises(LossError, match="its weight is 1"):
         try_out(patched(is_leaf), plain_mean)
@@ -256,7 +256,7 @@ class Growing(nn.Module):
 
 
 @pytest.mark.parametrize("is_copied", [True, False])
-def test_attributes_are_put_back_with_the_buffers_that_they_describe(is_copied, monkeypatch):
+def test_additive_trial_restores_attributes_with_their_buffers(is_copied, monkeypatch):
     if not is_copied:
         monkeypatch.setattr("paceline.train.additive._COPIED_BYTES", 0)
     made = Growing()

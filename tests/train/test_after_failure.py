@@ -14,13 +14,13 @@ from paceline import distribute
 from paceline.checkpoint.export import plan_export
 from paceline.comm import api
 from paceline.nouns.plan import Plan
-from paceline.train import job as jobs
+from paceline.train import open_jobs as jobs
 from paceline.train import step_board
 from paceline.train.step_board import CLOSE, FAILED
 
 from support.jobs import LOOP, paceline, write_workload
-from support.kit import make
 from support.ranks import run_ranks
+from support.verified_workloads import make
 
 PLAIN = """
 import os, sys
@@ -125,7 +125,7 @@ def test_a_step_that_lacks_something_is_no_checkpoint_of_the_run(case, tmp_path)
         assert plan_export(path, "safetensors", print).step == 10
 
 
-def test_it_is_what_a_job_saves_that_does_not_fail_and_goes_on_from_there(tmp_path):
+def test_after_failure_checkpoint_is_a_normal_one_and_resumes(tmp_path):
     for job, end in (("a", f"    {NO_PICTURE}\n"), ("b", "")):
         paceline(tmp_path, "run", "-n", "2", "--job", job, declared(tmp_path, end))
     one, other = (tmp_path / "runs" / job / "checkpoints" / "step-00000020" for job in "ab")
@@ -168,7 +168,7 @@ def meet(rank, calls):
     ],
     ids=str,
 )
-def test_a_rank_that_failed_finds_out_whether_all_are_at_their_end(calls, found):
+def test_after_failure_a_rank_learns_if_all_are_at_their_end(calls, found):
     assert run_ranks(3, meet, calls)[0] == found
 
 
@@ -189,5 +189,5 @@ def fail_between_steps(rank, run_dir, differs):
 
 
 @pytest.mark.parametrize(("differs", "saved"), [(False, ["step-00000001"]), (True, [])])
-def test_nothing_is_saved_after_a_first_step_that_is_not_that_of_one_process(tmp_path, differs, saved):
+def test_after_failure_nothing_is_saved_if_first_step_differs(tmp_path, differs, saved):
     assert run_ranks(1, fail_between_steps, str(tmp_path), differs)[0] == saved

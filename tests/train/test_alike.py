@@ -106,7 +106,7 @@ PERSONS = {
 
 
 @pytest.mark.parametrize("name", PERSONS)
-def test_a_persons_own_scheduler_goes_on_as_if_it_had_not_been_saved(name):
+def test_custom_scheduler_continues_as_if_it_had_not_been_saved(name):
     make, whole, before, after = PERSONS[name], optimizer(), optimizer(), optimizer()
     undisturbed = rates(whole, make(whole), 6)
     scheduler, again = make(before), make(after)
@@ -118,7 +118,7 @@ def test_a_persons_own_scheduler_goes_on_as_if_it_had_not_been_saved(name):
     assert len({1.0, *undisturbed}) > 2, "the rate changes before and after"
 
 
-def test_a_persons_own_scheduler_may_go_back_to_what_it_did_not_know_yet():
+def test_custom_scheduler_can_load_values_that_were_not_set_yet():
     own, other = Remembering(optimizer()), Remembering(optimizer())
     rates(other.optimizer, other, 3)
     load_scheduler(other, scheduler_state(other, as_saved(own)))

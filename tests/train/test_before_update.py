@@ -15,7 +15,7 @@ from paceline.nouns.errors import PacelineError, WorkloadError
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 
-from support.killed import check_goes_on, check_verified
+from support.kill_and_resume_checks import check_goes_on, check_verified
 from support.ranks import run_ranks
 from support.whole_optimizers import muon_and_adamw, workload
 
@@ -173,7 +173,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_does_more_than_change_gradients_is_refused_before_the_update(case):
+def test_before_update_may_change_only_the_gradients(case):
     function, found = WRONG[case]
     api.init()
     job = Job(workload("lamb", before_update=function), Plan())
@@ -226,7 +226,7 @@ def start(rank):
     return texts
 
 
-def test_plans_without_whole_gradients_refuse_it_before_the_first_step():
+def test_before_update_needs_a_plan_with_whole_gradients():
     for texts in run_ranks(2, start):
         for line, found in REFUSED.items():
             assert found in texts[line]
@@ -257,7 +257,7 @@ def train_apart(rank, ways):
     return answers
 
 
-def test_what_differs_between_ranks_is_told_on_all_after_the_first_update():
+def test_before_update_difference_between_ranks_is_told_on_all():
     for answers in run_ranks(2, train_apart, (False, True)):
         assert len(answers) == 2
         for text, steps in answers:
@@ -288,6 +288,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
+@pytest.mark.complete  # in one process above; killed: test_streams.py
 def test_a_killed_run_goes_on_bit_for_bit_and_verify_agrees(tmp_path):
     file = tmp_path / "changed.py"
     file.write_text(FILE)

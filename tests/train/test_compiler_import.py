@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from support.jobs import paceline
+
 STEP = """
 import sys, torch
 from paceline.train.compiler_import import defer_compiler_import
@@ -46,6 +48,26 @@ def test_imports_of_its_parts_get_the_real_one():
     run(STEP + "from torch._dynamo import explain\nimport torch._dynamo.config\nassert callable(explain)\n")
 
 
+@pytest.mark.slow
+def test_compiler_trace_rules_are_the_real_ones_when_needed():
+    run(
+        STEP
+        + "from torch._dynamo import trace_rules\nassert trace_rules.lookup(len) is not None\n"
+        + f"assert {LOADED}"
+    )
+
+
+@pytest.mark.slow
+def test_a_users_function_is_kept_out_of_the_compiler():
+    run(
+        STEP
+        + "@torch.compiler.disable\n"
+        + "def alone(x):\n    assert not torch.compiler.is_compiling()\n    return x + 1\n"
+        + "whole = torch.compile(lambda x: alone(x * 2), backend='eager')\n"
+        + "assert whole(torch.ones(1)).item() == 3\n"
+    )
+
+
 TRIAL = """
 import sys, torch, paceline
 workload = paceline.Workload(
@@ -60,5 +82,15 @@ for batch in job.batches():
 """
 
 
-def test_a_job_that_tries_whether_its_loss_adds_up_starts_without_the_compiler():
+def test_compiler_stays_unloaded_when_the_loss_is_tried():
     run(TRIAL + f"assert not {LOADED}, 'the compiler was imported'")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_launched_job_starts_without_the_compiler(tmp_path, ranks):
+    # The launcher defers the import before the process group is made, which asks a loaded compiler for more.
+    file = tmp_path / "train.py"
+    file.write_text(TRIAL + f"assert not {LOADED}, 'the compiler was imported'\n")
+    ended = paceline(tmp_path, "run", "-n", str(ranks), file)
+    assert ended.code == 0, ended.err

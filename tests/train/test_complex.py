@@ -193,7 +193,7 @@ def test_imaginary_parts_that_come_apart_in_a_loop_are_found():
     assert all("differs between rank 0 and rank 1" in text for text in run_ranks(2, loop_apart))
 
 
-def test_a_ranks_own_tensors_keep_their_dtype_wherever_they_begin(tmp_path):
+def test_complex_own_tensors_keep_their_dtype_at_any_file_offset(tmp_path):
     values = torch.randn(3, 2, dtype=torch.complex128)
     tensors = {"own/a": values, "own/b": values[0, 0].clone(), "own/c": values[:0].clone(), "own/odd": torch.ones(3)}
     for begin in range(3):  # a file's tensors begin at a multiple of 8 bytes, which is not always one of 16

@@ -79,7 +79,9 @@ def train_on_rank(rank, plan):
     each = len(INPUTS[0]) // job.data_size
     rows = slice(job.data_rank * each, (job.data_rank + 1) * each)
     train(teacher, student, optimizers, lambda loss: job.backward(loss, weight=each), job.copy_weights, rows)
-    return [job.parallel.whole(parameter).clone() for parameter in job.model.parameters()], student.norm.running_mean
+    return [
+        job.parallel.models.full_tensor(parameter).clone() for parameter in job.model.parameters()
+    ], student.norm.running_mean
 
 
 @pytest.fixture(scope="module")

@@ -93,7 +93,7 @@ def test_a_damaged_file_is_passed_over(content, tmp_path):
     assert [(row.rank, row.by_kind["rest"]) for row in read_memory(tmp_path, 2)] == [(1, 10)]
 
 
-def test_ranks_of_an_earlier_start_with_more_of_them_are_left_out(tmp_path):
+def test_memory_of_ranks_of_an_earlier_larger_start_is_left_out(tmp_path):
     for rank in range(4):
         write_memory(tmp_path, rank, {**GOOD, "peak": 20})
     assert [row.rank for row in read_memory(tmp_path, 2)] == [0, 1]

@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from paceline.comm import api
-from paceline.train.grouped_float64 import grouped_products_in_float64
+from paceline.train.precision import grouped_products_in_float64
 
-from support.cells import compare, train, two_steps
 from support.expert_models import workload as experts
+from support.rank_comparisons import compare, train, two_steps
 from support.ranks import run_ranks
 
 

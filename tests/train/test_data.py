@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from paceline.nouns.errors import WorkloadError
+from paceline.nouns.own_errors import own_line
 from paceline.nouns.workload import Workload
 from paceline.train.data import Batch, RankLoader
-from paceline.train.device_batches import moved
+from paceline.train.loader import moved
 from paceline.train.seed import random_state, restore_random_state, seed_everything
 
 from support.ranks import run_ranks
@@ -77,6 +78,14 @@ def test_random_states_come_back():
     assert (torch.rand(2).tolist(), random.random(), np.random.rand()) == drawn
 
 
+def test_data_collate_error_without_python_frames_is_of_the_user():
+    data = [torch.ones(2), torch.ones(3)]
+    parts = {"model": list, "loss": print, "optimizer": list, "data": data, "batch_size": 2, "collate": torch.stack}
+    with pytest.raises(RuntimeError, match="equal size") as raised:
+        RankLoader(data, Workload(**parts), 0, 1, torch.device("cpu")).example()
+    assert own_line(raised.value) == ""
+
+
 Pair = namedtuple("Pair", "x y")
 
 
@@ -104,7 +113,7 @@ def test_a_batch_that_is_taken_apart_says_what_to_do_with_it(take):
         _inputs, _targets = batch
 
 
-def test_torch_imports_its_profiler_before_there_are_processes_that_can_die(tmp_path):
+def test_data_profiler_is_imported_before_loader_processes_start(tmp_path):
     """Their SIGCHLD would raise in the import, and torch would log a traceback."""
     name = "torch.profiler._cupti_monitor"
     if importlib.util.find_spec(name) is None:

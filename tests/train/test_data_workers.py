@@ -9,8 +9,8 @@ import sys
 import pytest
 from torch.utils.data import DataLoader
 
-from paceline.train import data_workers
-from paceline.train.data_workers import ends_with_rank
+from paceline.train import loader as module
+from paceline.train.loader import ends_with_rank
 
 FORK = multiprocessing.get_context("fork")
 
@@ -28,7 +28,7 @@ def test_a_worker_begins_where_its_rank_is_there():
 
 def test_a_worker_ends_where_its_rank_has_gone(monkeypatch):
     gone = os.getpid() + 1  # what the rank was: not the parent that the worker finds
-    monkeypatch.setattr(data_workers.os, "getpid", lambda: gone)
+    monkeypatch.setattr(module.os, "getpid", lambda: gone)
     begin = ends_with_rank(context=FORK)
     monkeypatch.undo()
     assert exit_code(begin) == 1
@@ -77,8 +77,8 @@ def test_a_users_error_is_raised_in_the_loop():
         (True, ValueError("no"), True),
     ],
 )
-def test_an_error_of_a_worker_s_thread_is_shown_unless_its_rank_was_killed(is_alone, error, is_shown, monkeypatch):
-    monkeypatch.setattr(data_workers, "_KILLED_S", 0)
+def test_data_worker_thread_error_is_shown_unless_rank_is_killed(is_alone, error, is_shown, monkeypatch):
+    monkeypatch.setattr(module, "_KILLED_S", 0)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     shown = []
     sys.excepthook = lambda *error: shown.append(error)

@@ -25,11 +25,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 import paceline
-from paceline.train import data, device_batches, loop_job, stream_loader
-from paceline.train.data_workers import AtHand
-from paceline.train.device_batches import on_device
-from paceline.train.loop_loader import CutLoader, Place, load_pass
-from paceline.train.stream_loader import rank_loader
+from paceline.train import data, loop_job
+from paceline.train import loader as loading
+from paceline.train.data import rank_loader
+from paceline.train.loader import AtHand, Place, on_device
+from paceline.train.loop_loader import CutLoader, load_pass
 
 from support import absent_device
 from support.ranks import preload, run_ranks
@@ -153,7 +153,7 @@ def test_the_next_copy_is_given_before_the_step():
 
 
 @pytest.mark.parametrize("case", ["ahead", "sometimes", "when asked"])
-def test_a_copy_and_the_step_before_it_wait_for_each_other_only_where_they_must(case):
+def test_device_batches_copy_and_step_wait_only_where_they_must(case):
     work = work_of(case)
     is_ahead = [False, *CASES[case]["answers"]]
     for number in range(BATCHES):
@@ -187,13 +187,13 @@ def test_new_memory_is_written_after_all_that_came_before(case):
         assert work[f"step {number} begins"].waits_for(work[f"copy {number}"])
 
 
-def test_memory_of_a_batch_that_nobody_asks_for_is_used_again_after_its_copy():
+def test_device_batches_unused_memory_is_reused_after_its_copy():
     work = work_of("left")
     assert "step 2" not in work
     assert work["after"].waits_for(work["copy 2"])
 
 
-def test_a_batch_that_is_asked_for_on_another_stream_is_copied_for_that():
+def test_device_batches_are_copied_again_for_another_stream():
     order, work = order_of("another stream"), work_of("another stream")
     at = order.index("step 1")
     assert order[at + 1] == "copy 3"  # of batch 2 once more
@@ -210,7 +210,7 @@ def test_what_the_host_widens_is_moved_when_it_is_asked_for():
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_host_waits_for_nothing_and_two_batches_are_there_at_most(case):
+def test_device_batches_are_at_most_two_and_never_block_the_host(case):
     _, seen, most = all_trained()[case]
     assert seen == {}
     assert most == ((1, 0) if case in ("float64", "never alike") else (2, 1))
@@ -254,13 +254,13 @@ def streams(monkeypatch):
     empty = torch.empty_strided
     monkeypatch.setattr(torch, "get_device_module", lambda device: absent_device.Backend)
     monkeypatch.setattr(torch, "empty_strided", lambda *sizes, pin_memory=False, **rest: empty(*sizes, **rest))
-    device_batches._stream_of.cache_clear()
+    loading._stream_of.cache_clear()
     yield
-    device_batches._stream_of.cache_clear()
+    loading._stream_of.cache_clear()
 
 
 def copied_on_cpu(loaded, at_hand):
-    return device_batches._copied(loaded, device_batches._Copies(CPU), at_hand)
+    return loading._copied(loaded, loading._Copies(CPU), at_hand)
 
 
 @pytest.mark.parametrize("answers", [LOOKED_AHEAD, NEVER])
@@ -392,7 +392,7 @@ def test_what_the_loaders_processes_have_made_is_at_hand(open_loader):
     assert not at_hand.has_next()
 
 
-def test_a_batch_that_is_late_is_not_at_hand_whatever_comes_before_its_turn(open_loader):
+def test_device_batches_that_are_late_are_not_reported_as_ready(open_loader):
     at_hand, batches, dataset = open_loader(late=4)
     assert comes(at_hand)
     next(batches)
@@ -465,7 +465,7 @@ class Patient(AtHand):
 @pytest.fixture
 def ahead(streams, pinning, monkeypatch):
     """Let loaders on the CPU look ahead."""
-    for module in (data, stream_loader, loop_job):
+    for module in (data, loop_job):
         monkeypatch.setattr(module, "AtHand", Patient)
         monkeypatch.setattr(module, "on_device", lambda loaded, device, _, at_hand: copied_on_cpu(loaded, at_hand))
     loader = DataLoader.__init__
@@ -517,7 +517,7 @@ def test_a_jobs_batches_and_draws_are_those_without_a_look_ahead(request, make, 
 def test_a_streams_place_is_after_the_batch_that_was_trained(ahead):
     loader, batches = stream(Stream(), 1)
     for number, batch in enumerate(batches):
-        loader.note(batch)
+        loader.batch_trained(batch)
         assert loader.progress.place.taken == number + 1
         if number == 2:
             break
@@ -533,16 +533,16 @@ def loop_over(workers, steps=None):
     job: Any = SimpleNamespace(device=CPU, to_float64=False, step_number=0, data_part=0, **dict.fromkeys(names, print))
     job.mesh = SimpleNamespace(data_size=1)
     job.end_step = lambda goes_on=False: None
-    job.check_has_updated = lambda: None
+    job.place = SimpleNamespace(check_has_updated=lambda: None, begin_pass=lambda: None)
     job.take = lambda *given: None
     job.alone = None
-    job.taken = SimpleNamespace(thread=threading.get_ident())
+    job.taken_batches = SimpleNamespace(thread=threading.get_ident())
     job.begin_batch = lambda: False
     cut = CutLoader(DataLoader(Drawn(), batch_size=5, shuffle=True, num_workers=workers), 7)
     return loop_job.LoopLoader(job, cut), cut
 
 
-def test_a_loops_batches_draws_and_place_are_those_without_a_look_ahead(request):
+def test_device_batches_ahead_keep_order_draws_and_position(request):
     loader, _ = loop_over(2)
     torch.manual_seed(3)
     plain = [(batch.tolist(), float(torch.rand(()))) for batch in loader]

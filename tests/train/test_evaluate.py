@@ -83,7 +83,7 @@ def test_measures_are_those_of_the_whole_set(ranks):
 
 @pytest.mark.parametrize("plan", ["shard={}", "shard={},zero=2", "shard={},zero=1"])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_what_fills_up_the_micro_batches_of_a_rank_counts_in_no_measure(ranks, plan):
+def test_evaluate_leaves_out_samples_that_fill_up_micro_batches(ranks, plan):
     """Under `shard` every rank runs as many micro-batches: of the last 7 samples, 3 ranks have 3, 2 and 2."""
     alone = run_ranks(1, evaluate)[0]
     for result, loss, _ in run_ranks(ranks, evaluate, plan):

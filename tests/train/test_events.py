@@ -12,10 +12,10 @@ import pytest
 from paceline.nouns.errors import UsageError
 from paceline.run.directory import find_run
 from paceline.run.failures import first_cause, format_failure, read_failures, silent_death
-from paceline.run.supervise.job import result_of
 from paceline.run.supervise.progress import Progress
+from paceline.run.supervise.supervised_job import result_of
 from paceline.run.supervise.supervisor import Ending
-from paceline.train.events import Events
+from paceline.train.event_log import Events
 
 
 @pytest.fixture
@@ -246,7 +246,7 @@ RESUMED = {"event": "resumed", "position": 8}
 )
 def test_which_step_is_the_last_that_is_written_down(tmp_path, monkeypatch, written, last):
     """Also where a block of the file ends within a line, and after a line that a kill cut off."""
-    monkeypatch.setattr("paceline.train.events._BLOCK_BYTES", 50)
+    monkeypatch.setattr("paceline.nouns.reading._BLOCK", 50)
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in written) + '{"event": "st')
     events = Events(tmp_path, takes_over=True)
     assert events.last_step() == last

@@ -14,11 +14,11 @@ from torch import nn
 import paceline
 from paceline.nouns.errors import PacelineError
 from paceline.nouns.plan import Plan
-from paceline.train.job import close_open_jobs
+from paceline.train.open_jobs import close_open_jobs
 
-from support.kit import make
 from support.mutants import MUTANTS
 from support.ranks import preload, run_ranks
+from support.verified_workloads import make
 
 preload("paceline.train.first_step")
 EQUAL = "first step checked: equal to one process"
@@ -161,7 +161,7 @@ def uneven():
 
 
 @pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "shard=2,zero=1"])
-def test_ranks_with_unequal_numbers_of_micro_batches_draw_as_one_process(plan):
+def test_first_step_with_uneven_micro_batches_draws_as_one_rank(plan):
     assert run_ranks(2, stepped, uneven, plan)[0][-1] == EQUAL
 
 

@@ -10,8 +10,8 @@ import torch
 
 import paceline
 from paceline.comm import api
+from paceline.nouns.data_order import DataOrder
 from paceline.nouns.errors import LossError, PlanError
-from paceline.nouns.order import DataOrder
 from paceline.nouns.plan import Plan
 from paceline.parallel import loss_scale
 from paceline.parallel.loss_scale import LossScale

@@ -67,7 +67,7 @@ def scored(rank, seen):
 
 
 @pytest.mark.parametrize("seen", [(slice(0, 0), slice(0, 12)), (slice(0, 5), slice(0, 0), slice(5, 12))], ids=str)
-def test_a_curve_over_all_samples_is_right_though_one_rank_saw_none(seen):
+def test_gather_curve_is_right_if_one_rank_saw_no_samples(seen):
     alone = {name: metric.compute() for name, metric in metrics_of(slice(0, 12)).items()}
     for result in run_ranks(len(seen), scored, seen):
         for name, value in alone.items():

@@ -296,7 +296,7 @@ class OfOlderTransformers(torch.nn.Module):
         return SimpleNamespace(logits=torch.zeros(*input_ids.shape, 2), past_key_values=past)
 
 
-def test_a_cache_has_the_name_that_the_installed_transformers_gives_it():
+def test_generate_cache_has_its_name_in_installed_transformers():
     cache = {}
     for token in (3, 4):
         call_with_cache(OfOlderTransformers(), torch.tensor([[token]]), cache)

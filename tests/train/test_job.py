@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from paceline.comm import api
 from paceline.nouns.errors import LossError, PeerLostError, UsageError, WorkloadError
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
+from paceline.train.loop_job import LoopJob
 
 from support.ranks import run_ranks
 
@@ -156,6 +158,38 @@ def open_data_that_rank_0_lacks(rank):
     return ""
 
 
-def test_a_rank_that_fails_on_its_data_does_not_leave_the_others_waiting_for_process_groups():
+def test_job_data_error_on_one_rank_does_not_block_other_ranks():
     # Two axes: with one alone there is the group of all ranks, and nothing to wait for.
     assert run_ranks(4, open_data_that_rank_0_lacks, timeout_s=30) == ["OSError", *["PeerLostError"] * 3]
+
+
+def of_workload():
+    return Job(workload(), Plan())
+
+
+def of_loop():
+    model = nn.Linear(4, 2)
+    return paceline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "call", "fix"),
+    [
+        (of_workload, "backward", "write job.step(batch), which calls the workload's loss"),
+        (of_loop, "batches", "iterate over the loader that paceline.prepare returned"),
+        (of_loop, "step", "write job.backward(loss) and optimizer.step()"),
+        (of_loop, "whole_model", "inside `with job.gathered():`"),
+    ],
+)
+def test_a_call_of_the_other_form_of_a_job_says_what_to_write(make, call, fix):
+    api.init()
+    job = make()
+    assert not hasattr(type(job), call)
+    with pytest.raises(UsageError, match=re.escape(fix)):
+        getattr(job, call)(torch.ones(2, 4), weight=2)
+    assert not hasattr(job, "no_such_call")
+
+
+def test_no_form_of_a_job_is_a_kind_of_the_other():
+    assert not issubclass(LoopJob, Job)
+    assert not issubclass(Job, LoopJob)

@@ -20,7 +20,7 @@ from paceline.nouns.plan import Plan
 from paceline.sinks.numbers import numbers_of
 from paceline.train import log
 from paceline.train.job import Job
-from paceline.train.pictures import Pictures
+from paceline.train.log import Pictures
 from paceline.train.sinks import open_sinks
 
 from support.jobs import LOOP, STEPS, events, write_workload
@@ -195,9 +195,9 @@ def test_a_full_disk_leaves_a_picture_out_and_ends_nothing(tmp_path, monkeypatch
     job.log_picture("it", torch.rand(3, 4))
     assert "the picture 'it' of step 0 can't be written (No space left on device)" in capsys.readouterr().out
     monkeypatch.undo()
-    assert [path.suffix for path in Path(job.pictures.temporary.name).iterdir()] == []
+    assert [path.suffix for path in Path(job.logged.pictures.temporary.name).iterdir()] == []
     job.log_picture("it", torch.rand(3, 4))
-    folder = Path(job.pictures.temporary.name)
+    folder = Path(job.logged.pictures.temporary.name)
     assert [path.name for path in folder.iterdir()] == ["it-00000000.png"]
     job.close()
     assert not folder.exists(), "without a run directory nothing is left"
@@ -332,13 +332,13 @@ for (batch,) in loader:
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(("verify", "-n", "2"), marks=pytest.mark.integration),
+        pytest.param(("verify", "-n", "2"), marks=pytest.mark.complete),  # tests/train/test_sinks.py verifies
         ("plan", "-n", "2", "--explain-memory"),
         ("run", "-n", "2", "--job", "a"),
     ],
 )
 @pytest.mark.slow
-def test_a_loop_of_ones_own_has_sinks_and_logs_at_the_step_that_was_made(tmp_path, words):
+def test_job_log_of_an_own_loop_has_sinks_and_the_step_made(tmp_path, words):
     file = tmp_path / "loop.py"
     file.write_text(LOOP_OF_ONES_OWN)
     ended = command(tmp_path, *words, file)

@@ -16,7 +16,7 @@ from paceline.nouns.errors import CheckpointError, PacelineError, UsageError, Wo
 from paceline.nouns.plan import Plan
 from paceline.nouns.reading import parse_json
 from paceline.train.job import Job
-from paceline.train.kept_values import decode, encode
+from paceline.train.python_state import decode, encode
 
 from support.ranks import run_ranks
 from support.whole_optimizers import data, workload

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 import paceline
 from paceline.nouns.errors import CollectiveError, LossError, PeerLostError
 from paceline.nouns.plan import Plan
-from paceline.parallel.replicate.strategy import Replicate
+from paceline.parallel.replicate.replicate_strategy import Replicate
 
 from support.ranks import preload, run_ranks
 
@@ -160,7 +160,7 @@ def weighs_otherwise(rank, weight):
     return "no error"
 
 
-def test_weights_that_do_not_add_up_are_an_error_where_they_were_left_out():
+def test_known_weights_that_do_not_add_up_are_an_error():
     kind, text, gradients = run_ranks(2, weighs_otherwise, 4)[0]
     assert kind is CollectiveError
     assert "add up to 7, and the batch has 6 samples" in text
@@ -168,5 +168,5 @@ def test_weights_that_do_not_add_up_are_an_error_where_they_were_left_out():
     assert gradients == [None] * 6
 
 
-def test_a_weight_that_is_what_it_would_be_may_be_handed_in_on_one_rank():
+def test_known_weight_may_be_passed_on_one_rank_if_it_is_right():
     assert run_ranks(2, weighs_otherwise, 3) == ["no error", "no error"]

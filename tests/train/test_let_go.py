@@ -18,7 +18,8 @@ from paceline.comm import api
 from paceline.nouns.errors import UsageError
 from paceline.nouns.plan import Plan
 from paceline.run.rank.watchdog import standing
-from paceline.train import job as jobs
+from paceline.train import open_jobs
+from paceline.train.job import Job
 
 from support.models import mlp, vector_loss, workload
 from support.ranks import preload, run_ranks
@@ -41,7 +42,7 @@ OF_WORKLOADS = {
 
 
 def held_after_workload(plan, is_closed):
-    job = jobs.Job(workload("mlp"), plan)
+    job = Job(workload("mlp"), plan)
     for batch in job.batches():
         job.step(batch)
     if is_closed:
@@ -107,5 +108,5 @@ def test_a_closed_job_of_a_run_leaves_no_parameter(tmp_path, monkeypatch):
         with pytest.raises(UsageError, match=r"those of the first \(at step 3\)"):
             paceline.distribute(workload("mlp"))
     finally:
-        jobs.close_open_jobs()
+        open_jobs.close_open_jobs()
         signal.signal(signal.SIGTERM, before)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import queue
 import threading
 from dataclasses import asdict
@@ -18,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from paceline.nouns.errors import UsageError
 from paceline.nouns.plan import Plan
+from paceline.train.taken_batches import BatchMarks, TakenBatches
 
 from support.ranks import preload, run_ranks
 
@@ -26,6 +29,17 @@ PASSES = 2
 _draws = torch.Generator().manual_seed(0)
 X = torch.randn(23, 4, dtype=torch.float64, generator=_draws)
 Y = torch.randn(23, 2, dtype=torch.float64, generator=_draws)
+
+
+def test_loop_ahead_marks_batches_of_copied_not_pickled_models():
+    begun = []
+    model = nn.Linear(4, 2, dtype=torch.float64)
+    BatchMarks(TakenBatches(), lambda: False, begun.append).watch(model)
+    for count, called in enumerate((model, copy.deepcopy(model)), 1):
+        called(X)
+        assert len(begun) == count
+    pickle.loads(pickle.dumps(model))(X)
+    assert len(begun) == 2
 
 
 class Net(nn.Module):
@@ -68,7 +82,7 @@ class Loop:
         self.optimizer.zero_grad()
         if self.stop is not None and self.job.step_number == self.stop:
             self.job.end_step()
-            self.job.finish_save()
+            self.job.checkpoints.finish()
             raise EOFError
 
     def train(self, batch):

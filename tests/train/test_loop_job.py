@@ -26,7 +26,8 @@ from paceline.nouns.errors import (
 )
 from paceline.nouns.loop_plan import check_plan_of_loop
 from paceline.nouns.plan import Plan
-from paceline.parallel import pieces
+from paceline.parallel.engine import agreement
+from paceline.parallel.engine.loop import LoopEngine
 
 from support.jobs import paceline as run_command
 from support.ranks import preload, run_ranks
@@ -365,14 +366,14 @@ def test_so_do_ranks_that_hold_parts(loop, mesh, zero):
 
 def apart(rank, function, *arguments):
     """Call a function where what hosts know travels apart from what devices compute, as on GPUs."""
-    split = pieces.PiecewiseParallel.split
+    open_sums = LoopEngine.open_sums
 
     def split_apart(parallel, optimizers):
-        split(parallel, optimizers)
-        length = parallel.on_device.length
-        parallel.on_host = pieces._Message(parallel.comms.step, None, length, torch.device("cpu"))
+        open_sums(parallel, optimizers)
+        length = parallel.agreement.on_device.length
+        parallel.agreement.on_host = agreement._Message(parallel.comms.step, None, length, torch.device("cpu"))
 
-    pieces.PiecewiseParallel.split = split_apart
+    LoopEngine.open_sums = split_apart
     return function(rank, *arguments)
 
 
@@ -393,7 +394,7 @@ def state_elements(plain):
     return sum(each["momentum_buffer"].numel() for each in optimizer.state.values())
 
 
-def test_ranks_that_share_out_the_updates_hold_a_part_of_the_state_each():
+def test_loop_job_ranks_that_share_updates_hold_a_part_of_state():
     whole = state_elements(True)
     parts = run_ranks(2, in_ranks, state_elements, "shard=2")
     assert sum(parts) == whole
@@ -421,7 +422,7 @@ def coupled(rank):
     return None
 
 
-def test_an_optimizer_that_updates_parameters_from_each_other_is_refused_under_shard():
+def test_loop_job_shard_refuses_optimizers_with_coupled_updates():
     for found in run_ranks(2, coupled):
         assert "Coupled" in found
 
@@ -1307,10 +1308,11 @@ job, model, optimizer = paceline.prepare(model, optimizer)
         ("from paceline import prepare\n", "prepare"),
         ("from paceline import prepare as begin\n", "begin"),
         ("import paceline as pl\n", "pl.prepare"),
+        ("from paceline.integrations.accelerate import Accelerator\n", "Accelerator"),
         ("from paceline.integrations.transformers import Trainer\n", "Trainer"),
-        ("from paceline.integrations import lightning as pl\n", "pl.Trainer"),
+        ("from paceline.integrations import lightning as pl\n", "pl.Strategy"),
     ],
-    ids=["module", "function", "function-as", "module-as", "transformers", "lightning"],
+    ids=["module", "function", "function-as", "module-as", "accelerate", "transformers", "lightning"],
 )
 @pytest.mark.parametrize("command", [["run"], ["verify"], ["plan"]])
 def test_the_command_says_it_before_it_starts_a_process(tmp_path, command, head, call):
@@ -1340,7 +1342,7 @@ def test_a_loop_shorter_than_the_verification_may_end_by_exit(tmp_path):
     assert "2 losses and " in ended.out
 
 
-def test_a_checkpoint_has_what_the_loop_does_with_an_evaluation_of_its_step(tmp_path, monkeypatch):
+def test_loop_job_checkpoint_has_changes_made_after_evaluation(tmp_path, monkeypatch):
     monkeypatch.setenv("PACELINE_RUN_DIR", str(tmp_path))
     monkeypatch.setenv("PACELINE_PLAN", '{"checkpoint_every": 2}')
     model = nn.Linear(4, 1)

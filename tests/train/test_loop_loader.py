@@ -24,7 +24,8 @@ from torch.utils.data import (
 import paceline
 from paceline.checkpoint.manifest import sealed
 from paceline.nouns.errors import CheckpointError
-from paceline.train.loop_loader import CutLoader, Place, load_pass
+from paceline.train.loader import Place
+from paceline.train.loop_loader import CutLoader, load_pass
 
 SAMPLES = 23
 
@@ -206,7 +207,7 @@ def test_a_new_process_goes_on_in_the_middle_of_a_pass(name):
     assert all(torch.equal(each.batch, other.batch) for each, other in zip(rest, expected, strict=True))
 
 
-def test_passes_before_the_resume_are_left_out_where_nobody_counts_them():
+def test_loop_loader_skips_uncounted_passes_before_the_resume():
     cut = CutLoader(LOADERS["shuffled"](), 7)
     cut.go_to(2, 1)
     assert [cut.begin_pass() for _ in range(3)] == [False, False, True]
@@ -233,7 +234,7 @@ def loop_of_six_batches():
     return paceline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
 
 
-def test_a_loops_checkpoint_behind_its_pass_is_refused_before_anything_is_changed(tmp_path):
+def test_loop_loader_refuses_a_checkpoint_past_the_end_of_a_pass(tmp_path):
     job, model, optimizer, loader = loop_of_six_batches()
     for x, y in itertools.islice(loader, 3):
         optimizer.zero_grad()

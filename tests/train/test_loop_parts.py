@@ -530,7 +530,7 @@ def test_a_mistake_is_said_on_every_rank_that_has_parts(mistake, kind, found, fi
     assert any(found in answer[1] for answer in answers), answers
 
 
-def test_compression_that_rows_can_not_have_is_refused_before_a_process_starts():
+def test_loop_parts_refuse_unsupported_compression_before_start():
     with pytest.raises(PlanError) as caught:
         check_plan_of_loop(Plan(mesh="replicate=2,shard=2", compression="topk"))
     assert "none and bf16" in caught.value.found
@@ -632,11 +632,11 @@ def save_before_the_backward_pass(rank, plan, folder):
         job.backward(loss, weight=len(own))
         optimizer.step()
         job.settle()
-    return {name: job.parallel.whole(each).clone() for name, each in job.parallel.named().items()}
+    return {name: job.parallel.models.full_tensor(each).clone() for name, each in job.parallel.named().items()}
 
 
 @pytest.mark.parametrize("plan", ["shard=2", "shard=2,zero=2"])
-def test_a_step_is_saved_between_a_models_call_and_its_backward_pass(tmp_path, plan):
+def test_loop_parts_are_saved_between_call_and_backward_pass(tmp_path, plan):
     (alone,) = run_ranks(1, save_before_the_backward_pass, "replicate=1", tmp_path / "alone")
     for found in run_ranks(2, save_before_the_backward_pass, plan, tmp_path / "both"):
         torch.testing.assert_close(found, alone, rtol=1e-9, atol=1e-10)

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import paceline
 from paceline.nouns.errors import CollectiveError, LossError, PacelineError, UsageError
 from paceline.nouns.plan import Plan
-from paceline.parallel.pieces import PiecewiseParallel
-from paceline.parallel.replicate.strategy import Replicate
+from paceline.parallel.engine.agreement import Agreement
+from paceline.parallel.replicate.replicate_strategy import Replicate
 
 from support.ranks import preload, run_ranks
 
@@ -507,7 +507,7 @@ def counted(rank, name, settings):
 
         setattr(of, method, call)
 
-    counting(PiecewiseParallel, "_finish_sum", "messages")
+    counting(Agreement, "_finish_sum", "messages")
     counting(Replicate, "reduce_gradients", "sums")
     counting(Replicate, "begin_last_backward", "overlapping")
     return in_ranks(rank, name, settings), counts

@@ -16,7 +16,7 @@ from paceline.nouns.plan import Plan
 
 from support.ranks import preload, run_ranks
 
-preload("paceline.train.loop_job", "paceline.parallel.split_forward", "paceline.parallel.shard.loop_models")
+preload("paceline.train.loop_job", "paceline.parallel.split_forward", "paceline.parallel.shard.sharded_loop_models")
 STEPS = 4
 INPUTS = torch.randn(STEPS, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 PARTS = {1: [slice(0, 6)], 2: [slice(0, 2), slice(2, 6)], 4: [slice(0, 2), slice(2, 3), slice(3, 5), slice(5, 6)]}
@@ -66,7 +66,7 @@ def train(plain):
     if job is None:
         whole = [each.detach() for each in (*model.parameters(), *critic.parameters())]
     else:
-        whole = [job.parallel.whole(each) for each in (*model.parameters(), *critic.parameters())]
+        whole = [job.parallel.models.full_tensor(each) for each in (*model.parameters(), *critic.parameters())]
     sizes = [
         sum(getattr(each, "to_local", lambda own=each: own)().numel() for each in part.parameters())
         for part in (model, critic)

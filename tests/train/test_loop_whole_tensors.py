@@ -19,7 +19,7 @@ from paceline.nouns.plan import Plan
 
 from support.ranks import preload, run_ranks
 
-preload("paceline.train.loop_job", "paceline.parallel.split_forward", "paceline.parallel.shard.loop_models")
+preload("paceline.train.loop_job", "paceline.parallel.split_forward", "paceline.parallel.shard.sharded_loop_models")
 INPUTS = torch.randn(5, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 PARTS = {1: [slice(0, 6)], 2: [slice(0, 2), slice(2, 6)]}
 MASK = (torch.rand(16, 8, generator=torch.Generator().manual_seed(5)) > 0.5).double()

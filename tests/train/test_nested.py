@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from paceline.comm import api
 
-from support.cells import compare, train, two_steps
+from support.rank_comparisons import compare, train, two_steps
 from support.ranks import run_ranks
 
 RANKS = ("replicate=2", "shard=2")

@@ -15,8 +15,7 @@ from paceline.nouns.plan import Plan
 from paceline.profile.describe import describe
 from paceline.run.supervise.progress import Progress
 from paceline.train import prepare
-from paceline.train.job import Job
-from paceline.train.loop import train
+from paceline.train.job import Job, train_workload
 
 from support.ranks import run_ranks
 
@@ -98,7 +97,7 @@ def test_a_loop_that_begins_at_the_jobs_step_goes_on(alone, tmp_path):
 
 def test_what_needs_samples_says_that_there_are_none():
     job = job_of()
-    for call in (lambda: next(job.batches()), lambda: train(make()), lambda: describe(make())):
+    for call in (lambda: next(job.batches()), lambda: train_workload(make()), lambda: describe(make())):
         with pytest.raises(WorkloadError, match="the workload's data is needed here\n  found: it is None"):
             call()
     with pytest.raises(WorkloadError, match="the workload has no batch_size"):
@@ -128,7 +127,7 @@ def test_a_plan_that_must_see_a_batch_first_or_again_is_refused(text):
 
 
 @pytest.mark.parametrize("text", ["replicate=2,server=1,mode=async", "replicate=2,server=1,mode=stale,staleness=2"])
-def test_workers_of_servers_may_make_their_batches_where_each_gradient_is_an_update(text):
+def test_own_batches_work_under_async_and_stale_if_steps_are_set(text):
     plan = Plan.parse(text)
     prepare.check_plan_without_data(make(steps=3), plan, Mesh.parse(plan.mesh))
     with pytest.raises(PlanError, match="so is its steps\n  fix: write steps="):

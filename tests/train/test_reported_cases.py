@@ -26,7 +26,7 @@ from support.jobs import paceline
 from support.ranks import preload, run_ranks
 from support.sample import INTEGRATION
 
-preload("paceline.train.first_step", "paceline.parallel.shard.loop_models", "paceline.parallel.split_forward")
+preload("paceline.train.first_step", "paceline.parallel.shard.sharded_loop_models", "paceline.parallel.split_forward")
 CASES = Path(__file__).parents[3] / "shared" / "cases"
 # What these show takes processes that end: tests/run/test_process_exit.py, tests/train/test_loop_ahead.py.
 BY_PROCESSES = {"child_process_hang.py", "accumulate_resume_l.py"}

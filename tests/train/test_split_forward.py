@@ -79,7 +79,7 @@ def ended(job, *models):
     for model in models:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             is_cut = name in model.forward.placements
-            found.append((model.forward.whole(name, tensor) if is_cut else tensor).detach().clone())
+            found.append((model.forward.full_tensor(name, tensor) if is_cut else tensor).detach().clone())
     return found
 
 
@@ -392,7 +392,7 @@ REFUSED = {
             model.down.bias.data.add_(job.rank),
             job.end_step(),
         ),
-        ("parameters should be equal on every rank", "rank"),
+        ("have the same values in them", "down.bias differs between"),
     ),
     "gather": Loop(plain, lambda job, model, _: paceline.all_gather(INPUTS[0]), ("more than once", "the same samples")),
     "sum": Loop(plain, lambda job, model, _: paceline.all_reduce(INPUTS[0]), ("more than once", "the same samples")),
@@ -460,7 +460,7 @@ def replaced(rank):
     return cut, small.forward.is_split, large.forward.is_split
 
 
-def test_a_model_without_anything_to_split_stays_whole_beside_another():
+def test_split_forward_leaves_an_unsplittable_model_whole():
     for (moment, piece, whole), *is_split in run_ranks(2, replaced):
         assert moment == piece == (8, 8)
         assert whole == (1,)

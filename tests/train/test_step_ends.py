@@ -226,7 +226,7 @@ def parted(rank, what):
     ("what", "says"),
     [("leaves", "ends the step"), ("evaluates", "ends the step"), ("sums", "sums gradients")],
 )
-def test_ranks_that_part_after_a_step_without_its_message_are_told(what, says):
+def test_step_end_without_message_reports_ranks_that_diverge(what, says):
     first, second = run_ranks(2, parted, what)
     assert first[0] == second[0] == "CollectiveError"
     assert f"this rank calls job.backward, rank 1 {says}" in first[1]

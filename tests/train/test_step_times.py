@@ -12,7 +12,7 @@ import torch
 
 import paceline
 from paceline.comm.step_times import COMMUNICATION, FORWARD, OTHER, TIMES, StepTimes, Timed, timed_data
-from paceline.run.times import files_of, read_steps
+from paceline.run.read.times import files_of, read_steps
 from paceline.train.times_file import TimesFile
 
 from support.jobs import events, write_workload
@@ -183,7 +183,7 @@ def test_switched_off_it_measures_nothing():
     assert times.enter(FORWARD) is None
 
 
-def test_a_process_goes_on_in_the_file_after_a_line_that_was_cut_off(tmp_path):
+def test_step_times_file_continues_after_a_truncated_line(tmp_path):
     (tmp_path / "times").mkdir()
     (tmp_path / "times/3.jsonl").write_text(
         '{"version":1,"rank":3}\n{"step":1,"begin_ns":0,"ns":{"data":5}}\n{"step":2,"beg'
@@ -218,7 +218,7 @@ def test_a_full_disk_ends_no_training(tmp_path, monkeypatch):
     assert (tmp_path / "times/0.jsonl").stat().st_size == before
 
 
-def test_a_loop_that_sends_many_messages_and_a_large_file_keep_no_more_spans(times, tmp_path, monkeypatch):
+def test_step_times_spans_stop_at_a_count_and_at_a_file_size(times, tmp_path, monkeypatch):
     monkeypatch.setattr("paceline.comm.step_times.MOST_SPANS", 3)
     monkeypatch.setattr("paceline.train.times_file._MOST_BYTES", 400)
     file = TimesFile(tmp_path, 0)

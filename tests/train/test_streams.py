@@ -12,13 +12,13 @@ from torch.utils.data import DataLoader, IterableDataset
 import paceline
 from paceline.checkpoint.manifest_schema import fault_of_form
 from paceline.comm import api
+from paceline.nouns.data_order import share
 from paceline.nouns.errors import PacelineError, WorkloadError
 from paceline.nouns.mesh import Mesh
-from paceline.nouns.order import share
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 
-from support.killed import check_goes_on, check_verified
+from support.kill_and_resume_checks import check_goes_on, check_verified
 from support.ranks import run_ranks
 from support.streams import BATCH, LENGTH, STREAMS, Net, Plain, WithState, loss, noisy, sample, workload
 
@@ -67,7 +67,7 @@ def results(size):
 
 
 @pytest.mark.parametrize(("kind", "plan", "parts"), CASES, ids=str)
-def test_ranks_take_the_parts_of_the_batches_that_one_process_takes(kind, plan, parts):
+def test_stream_ranks_take_their_parts_of_one_process_batches(kind, plan, parts):
     steps, state = results(1)[0][key(kind, parts), "replicate=1"]
     mesh = Mesh.parse(Plan.parse(plan).mesh)
     for rank, answers in enumerate(results(mesh.world_size)):
@@ -242,7 +242,7 @@ class Tuples(WithState):
         raise AssertionError("it was not to be saved")
 
 
-def test_a_state_that_a_checkpoint_can_not_keep_is_left_out_and_the_stream_read_on(tmp_path):
+def test_stream_without_saveable_state_is_read_again_on_resume(tmp_path):
     parts = {"data": Tuples}
     expected = save_and_go_on(0, tmp_path / "saved", "plain", "replicate=1", 7, parts)
     assert json.loads((tmp_path / "saved" / "manifest.json").read_text())["stream"]["state"] is None
@@ -354,7 +354,7 @@ BY_RANKS = [
 ]
 
 
-def test_what_ranks_can_not_do_with_a_stream_is_refused_before_the_first_step():
+def test_stream_use_that_ranks_cannot_do_is_refused_at_start():
     for texts in run_ranks(2, start, [(plan, parts) for plan, parts, _ in BY_RANKS]):
         for (plan, _, found), text in zip(BY_RANKS, texts, strict=True):
             assert found in text, (plan, text)

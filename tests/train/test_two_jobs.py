@@ -11,7 +11,7 @@ from test_job import workload
 import paceline as paceline_api
 from paceline.nouns.errors import CheckpointError, UsageError
 from paceline.nouns.plan import Plan
-from paceline.train import job as jobs
+from paceline.train import open_jobs as jobs
 
 from support.jobs import events, losses, paceline, write_workload
 

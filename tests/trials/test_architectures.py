@@ -22,6 +22,7 @@ def trial():
 
 
 @pytest.mark.slow
+@pytest.mark.complete  # such models are verified by tests/verify/test_unusual.py
 def test_a_model_that_is_split_and_one_that_is_refused(trial, tmp_path, capsys):
     words = ["--names", "weight-norm", "physics", "nosuch", "--plans", "tensor=2", "--json", str(tmp_path / "a.json")]
     assert trial.main(words) == 0

@@ -10,10 +10,10 @@ from paceline.nouns.mesh import Mesh
 from paceline.nouns.shard_spec import FLAT, Cut, ShardSpec
 from paceline.verify.judge.compare import RankResult, Reference, differences, relation, take
 from paceline.verify.judge.fingerprints import added, differ, times_of
-from paceline.verify.judge.order import Call, find_disorder
+from paceline.verify.judge.order_of_collectives import Call, find_disorder
 from paceline.verify.judge.verdict import Verdict
-from paceline.verify.prove import precisions_of
-from paceline.verify.ranks.fingerprint import fingerprint
+from paceline.verify.ranks.watch import fingerprint
+from paceline.verify.workloads import precisions_of
 
 FULL = np.linspace(0.1, 1.0, 24).reshape(6, 4)
 
@@ -74,7 +74,7 @@ def test_a_missing_gradient_and_a_missing_piece_are_seen():
     assert "12 of its elements are on no rank" in found[0].found
 
 
-def test_state_that_one_rank_has_for_all_is_compared_whole_and_missed_where_it_should_be():
+def test_compare_finds_wrong_or_missing_state_held_by_one_rank():
     """Two ranks with three rows each, of which one says that it has the state of all six."""
     state = "2/state/exp_avg/a.w"
     one = reference()

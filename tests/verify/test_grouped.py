@@ -59,14 +59,14 @@ def workload():
 
 def draw(rank, folder, plan):
     from paceline.comm import api
-    from paceline.verify.ranks.rank_main import _RankRun
+    from paceline.verify.ranks.rank_main import WorkloadRun
     from paceline.verify.ranks.trace import Trace
 
     api.init()
     with (Path(folder) / f"trace-{rank}.jsonl").open("w") as file:
         api.world().comm.ledger = Trace(file=file)
         settings = {"plan": plan, "steps": 2, "name": "draws", "precision": "float64", "draws": True}
-        _RankRun(workload(), settings, Path(folder), rank).play()
+        WorkloadRun(workload(), settings).play().write(Path(folder) / f"{settings['name']}-{rank}")
 
 
 @pytest.mark.parametrize("plan", ["replicate=1", "shard=2"])

@@ -10,7 +10,7 @@ from paceline.verify.judge.compare import RankResult, Reference, differences
 from paceline.verify.ranks import reference
 from paceline.verify.ranks.reference_step import Variation, take_steps
 
-from support.subjects import SUBJECTS
+from support.verifier_models import SUBJECTS
 
 pytestmark = pytest.mark.slow
 STEPS, OTHER_ROUNDINGS = 3, range(2, 6)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from paceline.nouns.errors import PacelineError
 
-from support.kit import verify
 from support.random_jobs import jobs, plans
+from support.verified_workloads import verify
 
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate]
 LEAST_VERIFIED = 0.6  # others are refused: nothing to split, fewer samples than ranks

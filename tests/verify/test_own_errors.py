@@ -6,6 +6,7 @@ import copy
 import importlib
 import json
 import traceback
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ from torch import nn
 from torch.utils.data import default_collate
 
 import paceline
+from paceline.nouns import own_errors
 from paceline.nouns.own_errors import own_line, own_line_of_text
 from paceline.nouns.plan import Plan
 from paceline.nouns.user_program import UserProgram
-from paceline.verify.ranks import dry_run, reference
+from paceline.verify.ranks import child, dry_run, reference
 from paceline.verify.ranks.randomness import controlled
 
 OWN = "this is a bug of Paceline, and not of your code"
@@ -65,15 +67,15 @@ def refusal(monkeypatch, folder, main_module, plan, parts):
         "steps": 2,
         "folder": str(folder),
     }
-    monkeypatch.setattr(main_module, "read_settings", lambda path: (settings, folder, UserProgram("file.py")))
-    monkeypatch.setattr(main_module, "find_workload", lambda program: workload(**parts))
-    main_module.main(folder / "settings.json")
+    monkeypatch.setattr(child, "read_settings", lambda path: (settings, folder, UserProgram("file.py")))
+    monkeypatch.setattr(child, "find_workload", lambda program: workload(**parts))
+    child.answer(main_module.main, folder / "settings.json")
     return json.loads((folder / "refused.json").read_text())
 
 
 # The package, what is replaced there and where it is looked up, the plan, and the process that fails.
 SEEDED = {
-    "graph, a layout": ("graph.layout", "parallel.graph_model", "choose_layout", "tensor=2", dry_run),
+    "graph, a layout": ("graph.tensor.tensor_layout", "parallel.graph_model", "choose_layout", "tensor=2", dry_run),
     "graph, stages": ("graph.stages", "profile.describe_split", "assign_stages", "pipeline=2", dry_run),
     "graph, a capture": ("graph.capture", "graph.capture", "_module_paths", "tensor=2", dry_run),
     "parallel": ("parallel.graph_model", "parallel.graph_model.SplitModel", "decide", "tensor=2", dry_run),
@@ -81,7 +83,7 @@ SEEDED = {
     "train": ("train.data", "verify.ranks.dry_run", "open_data", "replicate=2", dry_run),
     "deferred_init": ("deferred_init.defer", "profile.describe_split", "defer", "tensor=2", dry_run),
     "verify": ("verify.ranks.reference_step", "verify.ranks.reference_step", "record", "replicate=2", reference),
-    "train, again": ("train.seed", "verify.ranks.reference_step", "seed_sample", "replicate=2", reference),
+    "train, again": ("train.seed", "train.plain_step", "seed_sample", "replicate=2", reference),
 }  # fmt: skip
 
 
@@ -150,7 +152,7 @@ def test_a_failure_of_the_file_is_not_ours(monkeypatch, tmp_path, name):
 
 PACKAGES = (
     "graph.stages",
-    "parallel.apply",
+    "parallel.engine.declared",
     "comm.api",
     "train.step",
     "deferred_init.defer",
@@ -172,6 +174,11 @@ def test_each_package_is_ours(module):
 def ours(module, code, **names):
     """Run a line of code as if it stood in a module of the product."""
     exec(compile(code, importlib.import_module(f"paceline.{module}").__file__, "exec"), names)
+
+
+@pytest.mark.parametrize("path", own_errors._STAND_INS)
+def test_a_stand_in_of_torchs_functions_is_there(path):
+    assert (Path(paceline.__file__).parent / path).is_file()
 
 
 # Lines of ours whose error is of what they were handed; and, last, one that is ours.

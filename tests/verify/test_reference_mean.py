@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.nouns.order import DataOrder
+from paceline.nouns.data_order import DataOrder
 from paceline.train.seed import seed_everything
 from paceline.verify.ranks.reference_step import take_steps
 

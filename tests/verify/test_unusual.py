@@ -6,9 +6,9 @@ import pytest
 
 from paceline.nouns.errors import PacelineError
 
-from support.kit import verify
 from support.sample import SLOW, sampled
-from support.unusual import REFUSED, UNUSUAL
+from support.unusual_models import REFUSED, UNUSUAL
+from support.verified_workloads import verify
 
 # Sparse gradients and own code that can't be a graph: replicate alone, or shard.
 EAGER_ONLY = (
@@ -63,7 +63,7 @@ def test_what_cannot_be_judged_is_refused(name):
     # An AssertionError is what a rank's refusal becomes in the process that started it.
     with pytest.raises((PacelineError, RuntimeError, ValueError, AssertionError)) as error:
         verify((name,), plan)
-    from paceline.verify.ranks.reference import as_workload_error
+    from paceline.verify.ranks.child import as_workload_error
 
     is_said = isinstance(error.value, PacelineError | AssertionError)
     shown = error.value if is_said else as_workload_error(error.value)

@@ -57,26 +57,26 @@ def loop(rate=1e-3, is_warm=False):
 
 def scaled(factor):
     """All gradients times `factor`, on every rank."""
-    from paceline.parallel.pieces import PiecewiseParallel
+    from paceline.parallel.engine.gradient_sums import GradientSums
 
     def note(plain, self, target):
         plain(self, target)
         for parameter in target.parameters.values():
             parameter.grad.mul_(factor)
 
-    wrap(PiecewiseParallel, "_note_summed", note)
+    wrap(GradientSums, "_note_summed", note)
 
 
 def changed_at_end(change):
     """Change the models' buffers after the ranks have made them equal."""
-    from paceline.parallel.pieces import PiecewiseParallel
+    from paceline.parallel.engine.loop import LoopEngine
 
     def end(plain, self, *arguments):
         answer = plain(self, *arguments)
         change(dict(self.model.named_buffers()))
         return answer
 
-    wrap(PiecewiseParallel, "_agree_on_end", end)
+    wrap(LoopEngine, "_agree_on_end", end)
 
 
 def half_count():
@@ -107,19 +107,19 @@ def wrong_rate():
 
 
 def _before_updates(change):
-    from paceline.parallel.pieces import PiecewiseParallel
+    from paceline.parallel.engine.loop import LoopEngine
 
     def begin(plain, self, optimizer, target):
         for group in optimizer.param_groups:
             change(group)
         plain(self, optimizer, target)
 
-    wrap(PiecewiseParallel, "begin_update", begin)
+    wrap(LoopEngine, "begin_update", begin)
 
 
 def stale_momentum():
     """A rank's optimizer forgets what it had of a parameter."""
-    from paceline.parallel.pieces import PiecewiseParallel
+    from paceline.parallel.engine.loop import LoopEngine
 
     def end(plain, self, target):
         plain(self, target)
@@ -127,7 +127,7 @@ def stale_momentum():
             for state in optimizer.state.values():
                 state["exp_avg_sq"].mul_(1 + 1e-6)
 
-    wrap(PiecewiseParallel, "end_update", end)
+    wrap(LoopEngine, "end_update", end)
 
 
 def _optimizers():

@@ -12,20 +12,22 @@ from typing import Any
 
 from paceline.nouns.mesh import GRAPH_AXES, Mesh
 from paceline.nouns.plan import Plan
+from paceline.profile.describe import describe
 from paceline.verify.judge.check_dropout import check_draws
 from paceline.verify.judge.checks import check_order, check_step, check_traffic
 from paceline.verify.judge.compare import Reference, differences, read_ranks
 from paceline.verify.judge.localize import blame_loading, find_first_difference, find_in_narrow
-from paceline.verify.judge.order import read_trace
+from paceline.verify.judge.order_of_collectives import read_trace
 from paceline.verify.judge.verdict import Verdict
-from paceline.verify.ranks import reference, replay
-from paceline.verify.ranks.dry_run import describe_all
+from paceline.verify.ranks import reference
+from paceline.verify.ranks import replay_step as replay
+from paceline.verify.ranks.dry_run import predicted_traffic
 
 from support import attention_models, expert_models, models, random_jobs
 from support.mutants import MUTANTS
 from support.ranks import preload, run_ranks
-from support.subjects import SUBJECTS
-from support.unusual import REFUSED, UNUSUAL
+from support.unusual_models import REFUSED, UNUSUAL
+from support.verifier_models import SUBJECTS
 
 preload("paceline.verify.ranks.rank_main", "paceline.verify.ranks.trace")
 _known: dict[Any, Path] = {}
@@ -72,7 +74,7 @@ def run(rank, subject, mutant, runs, folder):
     """The runs of one rank, with a mutant switched on; nothing of the product knows it."""
     from paceline.comm import api
     from paceline.train.replicas import Replicas
-    from paceline.verify.ranks.rank_main import _RankRun
+    from paceline.verify.ranks.rank_main import WorkloadRun
     from paceline.verify.ranks.trace import Trace
 
     api.init()
@@ -82,7 +84,7 @@ def run(rank, subject, mutant, runs, folder):
     for one in runs:
         with (Path(folder) / f"{one['name']}-trace-{rank}.jsonl").open("w") as file:
             api.world().comm.ledger = trace = Trace(file=file)
-            _RankRun(make(subject), one, Path(folder), rank).play()
+            WorkloadRun(make(subject), one).play().write(Path(folder) / f"{one['name']}-{rank}")
             trace.file = None
 
 
@@ -112,7 +114,7 @@ def verify(
         if "traffic" in what:
             own = dataclasses.replace(make(subject), precision="float32")
             ranks = read_ranks(folder, "draws", plan.world_size)
-            check_traffic(verdict, plan, describe_all(own, plan), ranks)
+            check_traffic(verdict, predicted_traffic(own, plan, describe(own, plan)), ranks)
         if any(check.name == f"step {precision}" and not check.passed for check in verdict.checks):
             watch = functools.partial(_watch, subject, plan, mutant, folder)
             is_wide = precision == "float64"

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
+# The first page that shows a command or an option is the one that it belongs to.
+_FIRST = [ROOT / "README.md", ROOT / "docs" / "features.md"]
+_DOCS = [path for path in sorted((ROOT / "docs").rglob("*.md")) if path not in _FIRST]
+PAGES = [*_FIRST, *_DOCS, *sorted((ROOT / "examples").glob("*/README.md"))]
 PROGRAMS = (
     "paceline",
     "scripts/bench",

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import paceline
 
-from support.subjects import Decoder, Remembers, decoder, remembers
+from support.verifier_models import Decoder, Remembers, decoder, remembers
 
 
 class InfMask(nn.Module):

@@ -44,7 +44,7 @@ def train(workload: paceline.Workload, plan: str) -> Any:
 
 def held_here(job: Job) -> dict[str, tuple[torch.Tensor, torch.Tensor | None, LocalShard | None]]:
     """Of every state tensor that this rank holds: its part, the part's gradient, and which part it is."""
-    held = job.parallel.held()
+    held = job.parallel.local_shards()
     return {
         name: (here(tensor), None if tensor.grad is None else here(tensor.grad), held.get(name))
         for name, tensor in [*job.model.named_parameters(), *job.model.named_buffers()]
