@@ -23,7 +23,7 @@ workload = paceline.Workload(
 
 if __name__ == "__main__":
     job = paceline.distribute(workload)
-    for batch in job.batches():  # your loop
+    for batch in job.batches():
         mean = job.step(batch)
         if job.rank == 0 and job.step_number % 64 == 0:
             print(f"step {job.step_number}  loss {mean:.4f}")

@@ -1,4 +1,7 @@
-"""Make the files of a release: check, build twice, install, describe, sum up, sign, verify. Nothing is uploaded."""
+"""Make the files of a release, and its image: check, build twice, install, describe, sum up, sign, verify.
+
+Nothing is uploaded.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import release_files
+import release_image
 import release_sbom
+import release_site
 from packaging.version import InvalidVersion, Version
 
 from paceline.nouns.errors import PacelineError, UsageError
@@ -187,6 +192,32 @@ def try_install(release: Release, package: Path, folder: Path) -> Path:
     return python
 
 
+def try_image(release: Release, wheel: Path, folder: Path) -> tuple[str, str] | None:
+    """Check the Containerfile, and build the image and run its demo if there is a container engine.
+
+    Args:
+        release: what the image has.
+        wheel: is installed in the image.
+        folder: gets the build context.
+
+    Returns:
+        The engine and the image's tag; None if the image was not built.
+
+    Raises:
+        UsageError: the image can't be built, or does not work.
+    """
+    context = release_image.make_context(folder, ROOT / "Containerfile", ROOT / "constraints.txt", wheel)
+    if release.share_packages:
+        say("no image is built with --share-packages; the syntax of the Containerfile is checked")
+        return None
+    engine = release_image.find_engine()
+    if engine is None:
+        say(f"no image is built: no engine ({', '.join(release_image.ENGINES)}) answers; only the syntax is checked")
+        return None
+    say(f"building the image with {engine}, and running the demo in it")
+    return engine, release_image.build_image(engine, context, release.version)
+
+
 def make(release: Release) -> None:
     """Make the release's files, and verify them."""
     commit_s = int(_git("log", "-1", "--format=%ct"))
@@ -200,6 +231,10 @@ def make(release: Release) -> None:
         python = try_install(release, wheel, folder / "of-wheel")
         sbom = release.out / f"paceline-{release.version}.cdx.json"
         release_sbom.write_sbom(sbom, release_files.sha256(wheel), commit_s, python)
+        say("building the site")
+        site = release.out / f"paceline-{release.version}-site.tar.gz"
+        release_site.build_site(folder / "first", site, commit_s, folder / "site")
+        image = try_image(release, wheel, folder / "image")
         release_files.write_sums(release.out)
         key, signers = (release.key, release.signers) if release.key else _throwaway_key(folder)
         release_files.sign(release.out, key)
@@ -213,6 +248,9 @@ def make(release: Release) -> None:
     say("nothing is uploaded yet; to do so:")
     say(f"  git push origin v{release.version}")
     say(f"  twine upload {sdist} {wheel}")
+    if image:
+        say(f"  {image[0]} tag {image[1]} REGISTRY/{image[1]} && {image[0]} push REGISTRY/{image[1]}")
+    say(f"  unpack {site} where the site is served")
 
 
 def _throwaway_key(folder: Path) -> tuple[Path, Path]:

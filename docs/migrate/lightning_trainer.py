@@ -4,7 +4,7 @@ import lightning
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline.integrations.lightning import Trainer
+from paceline.integrations.lightning import Strategy
 
 torch.manual_seed(0)
 torch.set_default_dtype(torch.float64)
@@ -26,7 +26,9 @@ class Regression(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-trainer = Trainer(
+trainer = lightning.Trainer(
+    strategy=Strategy(),
+    accelerator="cpu",
     precision="64-true",
     max_epochs=10,
     gradient_clip_val=0.5,
@@ -34,6 +36,6 @@ trainer = Trainer(
     enable_checkpointing=False,
     enable_progress_bar=False,
 )
-trainer.fit(Regression(), DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True))
+trainer.fit(Regression(), DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True))
 if trainer.is_global_zero:
     print("result", float(sum(parameter.detach().abs().sum() for parameter in model.parameters())))

@@ -1,4 +1,4 @@
-"""A LightningModule on any number of ranks. The line that differs from Lightning's own script is marked."""
+"""A LightningModule on any number of ranks, by Lightning's own Trainer. What is new is marked."""
 
 import lightning
 import torch
@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline.integrations.lightning import Trainer  # from lightning import Trainer
+from paceline.integrations.lightning import Strategy  # new
 
 
 class Classifier(lightning.LightningModule):
@@ -19,14 +19,14 @@ class Classifier(lightning.LightningModule):
     def training_step(self, batch, batch_idx):
         inputs, labels = batch
         loss = F.cross_entropy(self.net(inputs), labels)
-        self.log("loss", loss, on_step=False, on_epoch=True)
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
         return loss
 
     def validation_step(self, batch, batch_idx):
         inputs, labels = batch
         scores = self.net(inputs)
-        self.log("val_loss", F.cross_entropy(scores, labels))
-        self.log("val_accuracy", (scores.argmax(1) == labels).float().mean())
+        self.log("val_loss", F.cross_entropy(scores, labels), sync_dist=True)
+        self.log("val_accuracy", (scores.argmax(1) == labels).float().mean(), sync_dist=True)
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -40,7 +40,15 @@ labels = inputs[:, :5].argmax(dim=1)
 train = DataLoader(TensorDataset(inputs[:500], labels[:500]), batch_size=64, shuffle=True)
 held_out = DataLoader(TensorDataset(inputs[500:], labels[500:]), batch_size=64)
 
-trainer = Trainer(max_epochs=4, gradient_clip_val=1.0, callbacks=[EarlyStopping("val_loss")])
+callbacks = [EarlyStopping("val_loss")]
+trainer = lightning.Trainer(
+    strategy=Strategy(),  # new
+    accelerator="cpu",
+    max_epochs=4,
+    gradient_clip_val=1.0,
+    callbacks=callbacks,
+    enable_progress_bar=False,
+)
 trainer.fit(Classifier(), train, held_out)
 if trainer.is_global_zero:
     print(f"accuracy {trainer.callback_metrics['val_accuracy']:.2f}")
