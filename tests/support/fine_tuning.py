@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    BertForTokenClassification,
     LlamaConfig,
     LlamaForCausalLM,
     TrainingArguments,
@@ -31,12 +32,16 @@ def llama(**config):
     return model
 
 
-def bert(**config):
+def bert(kind=BertForSequenceClassification, **config):
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     settings = {"vocab_size": VOCABULARY, "num_labels": CLASSES, "max_position_embeddings": 16}
-    return BertForSequenceClassification(BertConfig(**{**settings, **sizes, **dropout, **config})).double()
+    return kind(BertConfig(**{**settings, **sizes, **dropout, **config})).double()
+
+
+def token_classifier():
+    return bert(BertForTokenClassification)
 
 
 def texts(count=SAMPLES):
@@ -63,6 +68,15 @@ def classes(count=SAMPLES):
     for _ in range(count):
         ids = torch.randint(3, VOCABULARY, (LENGTH,), generator=random)
         rows.append({"input_ids": ids, "label": int(ids[0]) % CLASSES})
+    return rows
+
+
+def tagged(count=SAMPLES):
+    """Rows with a class for each token, and none for those that are padding."""
+    rows = []
+    for row in texts(count):
+        kept = row["attention_mask"].bool()
+        rows.append({**row, "labels": torch.where(kept, row["input_ids"] % CLASSES, -100)})
     return rows
 
 

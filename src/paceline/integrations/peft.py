@@ -9,19 +9,16 @@ save_adapter(job, model, "adapter")  # peft.PeftModel.from_pretrained(base, "ada
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import peft
 import torch
 from peft.utils import CONFIG_NAME, get_peft_model_state_dict
 
-from paceline.integrations.saving import prefix_of, write_folder
+from paceline.integrations.saving import names_of_parts, prefix_of, write_folder
 from paceline.nouns.errors import CheckpointError, UsageError, WorkloadError
 from paceline.nouns.parts import shown
-from paceline.nouns.patching import patched
 from paceline.train.loop_job import LoopJob
 from paceline.train.whole_state import whole_state
 
@@ -83,19 +80,22 @@ def write_adapter(
     if not isinstance(model, peft.PeftModel):
         raise WorkloadError(_ASKED, f"the model is {shown(model)}", "hand in what peft.get_peft_model returned")
     prefix = prefix_of(job, model, "save_adapter")
-    state = whole_state(job, prefix, _names_of(model).__contains__)
+    state = whole_state(job, prefix, names_of_adapters(model).__contains__)
 
     def write(path: Path) -> None:
         # The embeddings are the base model's: "auto" would ask a server whether they were resized.
-        with _of_names():
+        with names_of_parts():
             model.save_pretrained(str(path), state_dict=state, save_embedding_layers=False)
         others(path)
 
     write_folder(job, folder, write, check)
 
 
-def _names_of(model: peft.PeftModel) -> set[str]:
+def names_of_adapters(model: peft.PeftModel) -> set[str]:
     """Return the names of the tensors that the adapters are made of.
+
+    Args:
+        model: whose `state_dict` has these names.
 
     Raises:
         WorkloadError: peft makes others of them.
@@ -107,7 +107,7 @@ def _names_of(model: peft.PeftModel) -> set[str]:
     names = {id(form): name for name, form in forms.items()}
     found = set()
     for adapter in model.peft_config:
-        with _of_names():
+        with names_of_parts():
             taken = get_peft_model_state_dict(model, dict(forms), adapter, save_embedding_layers=False)
         for key, form in taken.items():
             if id(form) not in names:
@@ -119,18 +119,6 @@ def _names_of(model: peft.PeftModel) -> set[str]:
                 )
             found.add(names[id(form)])
     return found
-
-
-@contextmanager
-def _of_names() -> Iterator[None]:
-    """Let peft ask modules for the names of their state, which it does by `state_dict()`, though ranks have parts."""
-    plain = torch.nn.Module.state_dict
-
-    def state_dict(module: torch.nn.Module, *arguments: Any, **named: Any) -> Any:
-        return plain(module, *arguments, **{**named, "keep_vars": True})
-
-    with patched(torch.nn.Module, state_dict=state_dict):
-        yield
 
 
 def _check_folder(folder: Path) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from paceline.nouns.errors import CheckpointError, PacelineError, UsageError, how_to_write
+from paceline.nouns.patching import patched
 from paceline.train.loop_job import LoopJob
 from paceline.train.whole_state import whole_state
 
@@ -76,6 +79,21 @@ def save_model(
         others(path)
 
     write_folder(job, Path(folder), write)
+
+
+@contextmanager
+def names_of_parts() -> Iterator[None]:
+    """Let libraries ask modules for the names of their state, which they do by `state_dict()`, though ranks have parts.
+
+    The tensors of what they get are this rank's parts.
+    """
+    plain = torch.nn.Module.state_dict
+
+    def state_dict(module: torch.nn.Module, *arguments: Any, **named: Any) -> Any:
+        return plain(module, *arguments, **{**named, "keep_vars": True})
+
+    with patched(torch.nn.Module, state_dict=state_dict):
+        yield
 
 
 def _without_ties(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

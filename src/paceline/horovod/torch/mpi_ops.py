@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from paceline.comm import api
+from paceline.comm.process_group import find_rank_info
 from paceline.horovod.collective_engine import close_engine, engine, has_engine, open_engine
 from paceline.horovod.common.exceptions import HorovodInternalError
 from paceline.horovod.common.process_sets import (
@@ -53,8 +54,8 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     """
     if has_engine():
         return
-    api.init()
-    size = api.size()
+    # Before the ranks meet: one that left then would fail the others while they connect.
+    size = find_rank_info(os.environ).size
     if comm is not None and not (isinstance(comm, (list, tuple)) and sorted(comm) in ([], list(range(size)))):
         raise ValueError(
             f"init(comm={comm!r}): comm is None or a list of all {size} ranks here; communicators of mpi4py are not "
@@ -64,6 +65,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         if process_sets.lower() != "dynamic":
             raise ValueError(f'init(process_sets={process_sets!r}): it is a list of ProcessSet, or "dynamic"')
         os.environ[DYNAMIC] = "1"
+    api.init()
     forget_all()
     _handles.clear()
     open_engine()
