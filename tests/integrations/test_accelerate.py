@@ -12,14 +12,14 @@ from pathlib import Path
 import accelerate
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 
 from paceline.integrations.accelerate import Accelerator
 from paceline.nouns.errors import CheckpointError, PlanError, UsageError
 from paceline.nouns.plan import Plan
 
-from support.accelerate_scripts import SCRIPTS, checkpointing
+from support.accelerate_scripts import SCRIPTS, checkpointing, forget, join_by_torch
 from support.ranks import preload, run_ranks
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -27,19 +27,8 @@ preload("paceline.integrations.accelerate", "support.accelerate_scripts")
 PLANS = ["replicate=2", "shard=2,zero=1", "shard=2,zero=2", "shard=2", "tensor=2"]
 
 
-def forget():
-    """Forget what Accelerate knows of the process, as a new process would."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
 def theirs(rank, names):
-    size = int(os.environ["PACELINE_WORLD_SIZE"])
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
-    os.environ["OMP_NUM_THREADS"] = "1"
-    place = f"file://{os.environ['PACELINE_RENDEZVOUS']}"
-    torch.distributed.init_process_group("gloo", init_method=place, rank=rank, world_size=size)
-    PartialState.destroy_process_group = lambda state, group=None: None  # the next script wants it
+    join_by_torch(rank)
     return run_scripts(rank, accelerate.Accelerator, names)
 
 
@@ -169,7 +158,7 @@ def test_what_cannot_be_met_is_refused_by_name(case):
     assert word in failure.value.asked + failure.value.found
 
 
-@pytest.mark.parametrize("name", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "PACELINE_RESUME"])
+@pytest.mark.parametrize("name", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
 def test_variables_that_cannot_be_met_are_refused(name, monkeypatch):
     monkeypatch.setenv(name, "true")
     with pytest.raises(UsageError):

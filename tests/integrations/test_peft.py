@@ -20,6 +20,7 @@ from paceline.integrations.transformers import Trainer
 from paceline.nouns.errors import CheckpointError, PacelineError, UsageError, WorkloadError
 from paceline.nouns.plan import Plan
 
+from support.accelerate_scripts import forget
 from support.fine_tuning import LENGTH, arguments, llama, texts
 from support.ranks import preload, run_ranks
 
@@ -66,9 +67,11 @@ def train_all(rank, plan, folder):
     os.environ["PACELINE_PLAN"] = json.dumps(asdict(Plan.parse(plan)))
     bases = {}
     for cell in CELLS:
+        forget()
         model = adapted(cell)
         if cell == "trainer":
-            trainer = Trainer(model, arguments(folder), train_dataset=texts(), processing_class=Tokenizer())
+            # Whole batches: Accelerate fills a shorter one by samples of the first.
+            trainer = Trainer(model, arguments(folder), train_dataset=texts(24), processing_class=Tokenizer())
             trainer.train()
             job = trainer.job
             trainer.save_model(Path(folder, cell))
@@ -104,7 +107,7 @@ def test_the_adapter_is_that_of_one_process(plan, cell, folders):
     results("replicate=1", folders("replicate=1"))
     results(plan, folders(plan))
     names = {"README.md", "adapter_config.json", "adapter_model.safetensors"}
-    names |= {"tokenizer.json"} if cell == "trainer" else set()
+    names |= {"tokenizer.json", "training_args.bin"} if cell == "trainer" else set()
     assert {path.name for path in Path(folders(plan), cell).iterdir()} == names
     alone = load_file(Path(folders("replicate=1"), cell, "adapter_model.safetensors"))
     saved = load_file(Path(folders(plan), cell, "adapter_model.safetensors"))

@@ -13,14 +13,15 @@ import numpy
 import pytest
 import torch
 import transformers
-from accelerate.state import AcceleratorState, GradientState
 from transformers import EarlyStoppingCallback
 from transformers.trainer_callback import ExportableState
 
 from paceline.integrations.transformers import Trainer
+from paceline.nouns.errors import CheckpointError, PacelineError, UsageError
 from paceline.nouns.plan import Plan
 from paceline.train.whole_state import whole_state
 
+from support.accelerate_scripts import forget, join_by_torch
 from support.fine_tuning import CLASSES, arguments, bert, classes, exact_loss, llama, tagged, texts, token_classifier
 from support.ranks import preload, run_ranks
 
@@ -52,12 +53,6 @@ CELLS = {
 }
 # Adafactor and label smoothing sum in float32, whatever the model's precision.
 TOLERANCES = {"smoothed": 1e-5, "adafactor": 1e-5}
-
-
-def forget():
-    """Forget what Accelerate knows of the process, as a new process would."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def accuracy(found):
@@ -93,12 +88,7 @@ def logs(trainer):
 
 def theirs(rank):
     """transformers' own Trainer on several ranks, as torchrun starts them."""
-    size = int(os.environ["PACELINE_WORLD_SIZE"])
-    os.environ["OMP_NUM_THREADS"] = "1"
-    place = f"file://{os.environ['PACELINE_RENDEZVOUS']}"
-    if size > 1:
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
-        torch.distributed.init_process_group("gloo", init_method=place, rank=rank, world_size=size)
+    join_by_torch(rank)
     found = {}
     for cell in CELLS:
         with tempfile.TemporaryDirectory() as folder:
@@ -271,3 +261,109 @@ def test_predictions_are_those_of_transformers(tmp_path):
 
 def _predicted(kind, folder):
     return kind(bert(), arguments(folder), train_dataset=classes()).predict(classes(9))
+
+
+def refused(rank, cases):
+    """The errors of Trainers that are made or train under each case."""
+    found = {}
+    for name, (plan, changes, resume) in cases.items():
+        forget()
+        os.environ["PACELINE_PLAN"] = json.dumps(asdict(Plan.parse(plan)))
+        with pytest.raises(PacelineError) as failure:
+            Trainer(llama(), arguments("out", **changes), train_dataset=texts()).train(resume)
+        found[name] = type(failure.value), failure.value.asked, failure.value.found
+    return found
+
+
+REFUSED = {
+    "fsdp": ({"fsdp": "full_shard"}, "fsdp_plugin"),
+    "torch_compile": ({"torch_compile": True}, "dynamo_plugin"),
+    "ddp_bucket_cap_mb": ({"ddp_bucket_cap_mb": 3}, "bucket_cap_mb"),
+    "ddp_broadcast_buffers": ({"ddp_broadcast_buffers": False}, "broadcast_buffers"),
+    "ddp_backend": ({"ddp_backend": "gloo"}, "ddp_backend"),
+    "ddp_timeout": ({"ddp_timeout": 7}, "ddp_timeout"),
+    "auto_find_batch_size": ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+    "save_only_model": (
+        {
+            "save_only_model": True,
+            "load_best_model_at_end": True,
+            "eval_strategy": "epoch",
+            "save_strategy": "epoch",
+        },
+        "load_best_model_at_end",
+    ),
+}
+
+
+def test_what_can_not_be_met_is_refused_by_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cases = {name: ("shard=2", changes, None) for name, (changes, _) in REFUSED.items()}
+    for answer in run_ranks(2, refused, cases):
+        for name, (kind, asked, _) in answer.items():
+            assert kind is UsageError
+            assert REFUSED[name][1] in asked
+    assert not (tmp_path / "out").exists()
+
+
+def damaged(folder, *parts):
+    """A folder of checkpoints that were not written to their end."""
+    for number, text in enumerate(parts):
+        path = Path(folder, "out", f"checkpoint-{number}")
+        path.mkdir(parents=True)
+        if text is not None:
+            (path / "trainer_state.json").write_text(text)
+
+
+CHECKPOINTS = {
+    "none": ((), True, "there is none"),
+    "incomplete": ((None, '{"epoch": 1.'), True, "2 are there, none of them complete"),
+    "of another plan": (("{}",), "out/checkpoint-0", "in a folder of their own"),
+}
+
+
+@pytest.mark.parametrize("case", CHECKPOINTS)
+def test_a_checkpoint_that_can_not_be_used_is_refused(case, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    parts, resume, found = CHECKPOINTS[case]
+    damaged(tmp_path, *parts)
+    for answer in run_ranks(2, refused, {case: ("shard=2", {}, resume)}):
+        assert answer[case][0] is CheckpointError
+        assert found in answer[case][2]
+
+
+def resumed_elsewhere(rank, folder):
+    """The end of a training under one plan that goes on from the middle of one under another."""
+    found = []
+    for plan, stop in (("shard=2", None), ("shard=2", 4), ("shard=2,zero=1", None), ("replicate=2", None)):
+        forget()
+        os.environ["PACELINE_PLAN"] = json.dumps(asdict(Plan.parse(plan)))
+        is_first = len(found) < 2
+        args = arguments(Path(folder, "whole" if stop is None and is_first else "run"), save_strategy="no")
+        args = arguments(args.output_dir, save_strategy="steps", save_steps=4) if stop else args
+        trainer = Trainer(llama(), args, train_dataset=texts(), callbacks=[StopAt(stop)] if stop else [])
+        trainer.train(resume_from_checkpoint=not is_first)
+        found.append(whole_state(trainer.job, "", lambda name: True))
+        trainer.job.close()
+    return found
+
+
+def test_parts_load_under_other_plans(tmp_path):
+    whole, _, *others = run_ranks(2, resumed_elsewhere, tmp_path)[0]
+    for other in others:
+        for name, value in whole.items():
+            torch.testing.assert_close(other[name], value, rtol=1e-9, atol=1e-12)
+
+
+def trained_twice(rank):
+    forget()
+    os.environ["PACELINE_PLAN"] = json.dumps(asdict(Plan.parse("shard=2")))
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(llama(), arguments(folder), train_dataset=texts())
+        first, second = trainer.train(), trainer.train()
+    return first.training_loss, second.training_loss, second.global_step
+
+
+def test_a_trainer_may_train_again():
+    for first, second, steps in run_ranks(2, trained_twice):
+        assert second < first
+        assert steps == 12

@@ -7,9 +7,11 @@ Each takes the class of the accelerator, and a folder, and returns the numbers t
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.tracking import GeneralTracker, on_main_process
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch.nn import functional as F
@@ -17,6 +19,23 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import get_linear_schedule_with_warmup
 
 from support.fine_tuning import bert, classes
+
+
+def forget():
+    """Forget what Accelerate knows of the process, as a new process would."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def join_by_torch(rank):
+    """Join the ranks of a test as torchrun has them joined, without Paceline; do nothing if there is one."""
+    size = int(os.environ["PACELINE_WORLD_SIZE"])
+    os.environ["OMP_NUM_THREADS"] = "1"
+    PartialState.destroy_process_group = lambda state, group=None: None  # the next script wants it
+    if size > 1:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+        place = f"file://{os.environ['PACELINE_RENDEZVOUS']}"
+        torch.distributed.init_process_group("gloo", init_method=place, rank=rank, world_size=size)
 
 
 def _rows(count=50, width=6):
@@ -64,6 +83,46 @@ def nlp(kind, folder, **options):
             right += int((answers == labels).sum())
             total += len(labels)
         found.extend((right, total))
+    return accelerator, model, found
+
+
+def diffusion(kind, folder, **options):
+    """diffusers' `train_unconditional.py`: a tiny UNet learns the noise of images, with an average of its weights."""
+    from diffusers import DDPMScheduler, UNet2DModel
+    from diffusers.training_utils import EMAModel
+
+    accelerator = kind(cpu=True, gradient_accumulation_steps=2, **options)
+    set_seed(42)
+    blocks = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
+    sizes = {"sample_size": 8, "in_channels": 1, "out_channels": 1, "layers_per_block": 1}
+    model = UNet2DModel(
+        **sizes, **blocks, block_out_channels=(8, 16), norm_num_groups=4, attention_head_dim=4, dropout=0.0
+    ).double()
+    images = TensorDataset(torch.randn(24, 1, 8, 8, dtype=torch.float64))
+    loader = DataLoader(images, batch_size=4, shuffle=True)
+    noises = DDPMScheduler(num_train_timesteps=20)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=1e-2)
+    scheduler = get_linear_schedule_with_warmup(optimizer, num_warmup_steps=2, num_training_steps=len(loader) * 2)
+    average = None if getattr(accelerator, "is_cut", False) else EMAModel(model.parameters(), decay=0.9)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    found = []
+    for _ in range(2):
+        model.train()
+        for (clean,) in loader:
+            noise = torch.randn_like(clean)
+            times = torch.randint(0, noises.config.num_train_timesteps, (len(clean),))
+            with accelerator.accumulate(model):
+                loss = F.mse_loss(model(noises.add_noise(clean, noise, times), times).sample, noise)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients and average is not None:
+                average.step(model.parameters())
+            found.append(accelerator.gather(loss.detach().reshape(1)).mean().item())
+    accelerator.save_model(model, folder)
     return accelerator, model, found
 
 
@@ -232,6 +291,7 @@ def early_stopping(kind, folder, **options):
 
 
 SCRIPTS = {
+    "diffusion": diffusion,
     "nlp": nlp,
     "cv": cv,
     "accumulation": accumulation,

@@ -138,7 +138,7 @@ def kept_call(
     with _only_of(tensors, name, tracer), disable_proxy_modes_tracing():
         result = call(*tensors)
     made_here = result if isinstance(result, tuple | list) else (result,)
-    if not all(isinstance(value, torch.Tensor) for value in made_here):
+    if not all(value is None or isinstance(value, torch.Tensor) for value in made_here):
         raise _refused(name, "it returns something else than tensors")
     node = tracer.create_proxy("call_function", call, tuple(proxies), {})
     return track_tensor_tree(result, node, constant=None, tracer=tracer)

@@ -81,7 +81,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         named: those of `accelerate.Accelerator`, by name.
 
     Raises:
-        UsageError: an argument, or a variable of `accelerate launch`, asks for another engine, or the job is to resume.
+        UsageError: an argument, or a variable of `accelerate launch`, asks for another engine.
         PlanError: the plan contradicts that of the command, the number of ranks, or what a loop can have.
         PeerLostError: not all ranks came.
 
@@ -444,7 +444,7 @@ def join_ranks(plan_line: str | None, cpu: bool) -> Plan:
         cpu: whether the script asks for CPUs.
 
     Raises:
-        UsageError: a variable asks for another engine, the job is to resume by the command, or the script asks for a
+        UsageError: a variable asks for another engine, or the script asks for a
             CPU where ranks have GPUs.
         PlanError: the plan contradicts the command, or can't be that of a loop.
     """
@@ -454,12 +454,8 @@ def join_ranks(plan_line: str | None, cpu: bool) -> Plan:
     paceline.init()
     plan = _plan_of(plan_line)
     check_plan_of_loop(plan)
-    if "PACELINE_RESUME" in os.environ:
-        raise UsageError(
-            "a script for Accelerate or transformers should resume by itself",
-            "the command has --resume, which can't tell the script's own loop where it was",
-            "leave it out; write accelerator.load_state(FOLDER), or trainer.train(resume_from_checkpoint=True)",
-        )
+    # Where a launcher has started the ranks again, the script's own loop says where it goes on, and loads that.
+    os.environ.pop("PACELINE_RESUME", None)
     if paceline.size() > 1:
         _tell_state(Mesh.parse(plan.mesh), cpu)
     return plan

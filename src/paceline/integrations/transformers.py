@@ -55,7 +55,7 @@ class TrainerMixin:
         named: those of the other class, by name.
 
     Raises:
-        UsageError: an argument asks for another engine, or for what several ranks can't do; or the job is to resume.
+        UsageError: an argument asks for another engine, or for what several ranks can't do.
         PlanError: the plan contradicts that of the command, the number of ranks, or what a loop can have.
         PeerLostError: not all ranks came.
     """
@@ -181,7 +181,8 @@ class TrainerMixin:
 
         if not counts or not self.accelerator.is_cut:
             return super().floating_point_ops(inputs)  # type: ignore[misc, no-any-return]
-        with patched(type(self.model), num_parameters=staticmethod(num_parameters)):
+        owner = type(self.model.num_parameters.__self__)  # type: ignore[union-attr]  # of a PeftModel, the base
+        with patched(owner, num_parameters=staticmethod(num_parameters)):
             return super().floating_point_ops(inputs) // self.accelerator.mesh.places  # type: ignore[misc, no-any-return]
 
 
@@ -196,7 +197,7 @@ class Trainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc]
         named: those of `transformers.Trainer`, by name.
 
     Raises:
-        UsageError: an argument asks for another engine, or for what several ranks can't do; or the job is to resume.
+        UsageError: an argument asks for another engine, or for what several ranks can't do.
         PlanError: the plan contradicts that of the command, the number of ranks, or what a loop can have.
         PeerLostError: not all ranks came.
 

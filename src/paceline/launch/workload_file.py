@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,15 +27,13 @@ _FORK_SAFE = ("torch", "transformers", "tokenizers", "numpy", "safetensors", "to
 
 _PREPARE = "job, model, optimizer, loader = paceline.prepare(model, optimizer, loader)"
 _OPTIONS_OF_PREPARE = ("seed", "shard_frozen", "whole", "by_part", "sinks")
-# The call of each module that trains a loop of the user's own.
-_LOOPS = {
-    module_names.PACKAGE: "prepare",
-    module_names.ACCELERATE: "Accelerator",
-    module_names.TRANSFORMERS: "Trainer",
-    module_names.LIGHTNING: "Strategy",
+# Modules whose use trains by `paceline.prepare`, on batches of each rank's own; the names in them, and what trains.
+_TRAINERS = {
+    module_names.ACCELERATE: (("Accelerator",), "Accelerate's Accelerator"),
+    module_names.TRANSFORMERS: (("Trainer", "TrainerMixin"), "transformers' Trainer"),
+    module_names.TRL: (("SFTTrainer", "DPOTrainer"), "TRL's trainer"),
+    module_names.LIGHTNING: (("Strategy",), "Lightning's Trainer"),
 }
-# Of these, what trains on batches of each rank's own.
-_TRAINERS = {module_names.ACCELERATE: "Accelerate's Accelerator", module_names.LIGHTNING: "Lightning's Trainer"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +59,20 @@ class WorkloadFile:
                 f"{self.path} trains by {self.trainer}, in which each rank has batches of its own",
                 "put the model, its optimizer and its loader into a loop with paceline.prepare (docs/loops.md), and "
                 f"give `paceline {command}` that file",
+            )
+
+    def check_flags(self, flags: Mapping[str, str]) -> None:
+        """Raise UsageError if a flag of `paceline run` is about what the file's trainer does itself.
+
+        Args:
+            flags: the flags that were given, by the names of their settings.
+        """
+        if self.trainer and "resume" in flags:
+            raise UsageError(
+                f"{flags['resume']} does not apply to {self.path}",
+                f"it trains by {self.trainer}, and the command can't tell that loop where it was",
+                f"leave {flags['resume']} out; write trainer.train(resume_from_checkpoint=True), "
+                'accelerator.load_state(FOLDER), or for Lightning trainer.fit(module, ckpt_path="last")',
             )
 
 
@@ -103,31 +115,32 @@ def read_workload_file(text: str, ranks: int, plan: Plan | None = None, module: 
     _check_prepare(tree, path)
     program = list(sources(path, tree, UserProgram(str(path), module).root))
     safe = tuple(name for name in _imports(tree) if name.split(".")[0] in _FORK_SAFE)
-    module_of_loop = _module_of_loop(program)
-    is_loop = None if module_of_loop is None else bool(module_of_loop)
+    is_loop, trainer = _loop_of(program)
     if is_loop and plan is not None:
         check_plan_of_loop(plan)
     # An installed package may train. A workload that is declared at the top level is a name of the file.
     is_loop = "workload" not in _top_names(tree) if is_loop is None else is_loop
     names_paceline = any(_names_paceline(source) for source in program)
     plain = None if names_paceline else find_plain_script(program)
-    return WorkloadFile(path, safe, is_loop, names_paceline, plain, _TRAINERS.get(module_of_loop or "", ""))
+    return WorkloadFile(path, safe, is_loop, names_paceline, plain, trainer)
 
 
-def _module_of_loop(program: Sequence[ast.Module]) -> str | None:
-    """Return the module of `_LOOPS` by which a program trains; "" if it declares a workload.
+def _loop_of(program: Sequence[ast.Module]) -> tuple[bool | None, str]:
+    """Return whether a program trains by a loop of its own, and what does it, if that is no `paceline.prepare`.
 
     Args:
-        program: the user's file, then those that it imports, nearest first. The first that shows either decides; None:
-            none does.
+        program: the user's file, then those that it imports, nearest first. The first that shows it decides; None: none
+            does.
     """
     for source in program:
         if _declares(source):
-            return ""
-        for module, function in _LOOPS.items():
-            if _calls(source, module, function):
-                return module
-    return None
+            return False, ""
+        if _calls(source, module_names.PACKAGE, "prepare"):
+            return True, ""
+        for module, (names, trainer) in _TRAINERS.items():
+            if any(_uses(source, module, name) for name in names):
+                return True, trainer
+    return None, ""
 
 
 def _top_names(tree: ast.Module) -> set[str]:
@@ -151,6 +164,15 @@ def _calls(tree: ast.Module, module: str, function: str) -> bool:
     """Return True if a source calls a function of a module, by any name under which it has imported either."""
     is_call = _call_of(tree, module, function)
     return any(is_call(node) for node in ast.walk(tree))
+
+
+def _uses(tree: ast.Module, module: str, name: str) -> bool:
+    """Return True if a source imports a name of a module, to call it or to derive a class from it."""
+    modules, names = _names_of(tree, module, name)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr == name and ast.unparse(node.value) in modules:
+            return True
+    return bool(names)
 
 
 def _call_of(tree: ast.Module, module: str, function: str) -> Callable[[ast.AST], bool]:

@@ -35,6 +35,7 @@ VERIFY_REPLAY = "paceline.verify.ranks.replay_step"
 PACKAGE = "paceline"
 ACCELERATE = "paceline.integrations.accelerate"
 TRANSFORMERS = "paceline.integrations.transformers"
+TRL = "paceline.integrations.trl"
 LIGHTNING = "paceline.integrations.lightning"
 
 # What has Horovod's names, and what lets a rank import them, by `paceline horovodrun`.

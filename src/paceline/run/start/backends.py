@@ -76,6 +76,7 @@ def job_of(request: RunRequest, plan: Plan, file: WorkloadFile, folder: Path, ow
         stall_notice_s=request.stall_notice_s,
         stall_timeout_s=request.stall_timeout_s,
         owned=owned,
+        resumes_itself=bool(file.trainer),
     )
 
 

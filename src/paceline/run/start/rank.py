@@ -34,6 +34,7 @@ def become_rank(request: RunRequest, position: LauncherPosition, notice: Callabl
     plan = choose_plan(request.plan.with_ranks(position.size), notice)
     Mesh.parse(plan.mesh).check_fits(position.size)
     file = read_workload_file(request.file, plan.data_size, plan, request.module)
+    file.check_flags(request.flags)
     is_torchruns = position.has_own_store
     os.environ.update(plain_rank(request, file.path, file.plain, is_torchruns))
     os.environ["PACELINE_PLAN"] = json.dumps(asdict(plan))

@@ -70,6 +70,7 @@ def _run_fixed(request: RunRequest, outcome: Outcome, notice: Notice) -> None:
     plan = choose_plan(request.plan, notice)
     check_hosts(request, plan, notice)
     file = read_workload_file(request.file, plan.data_size, plan, request.module)
+    file.check_flags(request.flags)
     request = plain_request(request, file.path, file.plain, plan.world_size, notice)
     _report_plain_file(file, notice)
     if request.is_dry_run:
@@ -129,6 +130,7 @@ def _run_elastic(request: RunRequest, outcome: Outcome, notice: Notice) -> None:
     check_servers(plan, "elastic")
     # How many ranks there are is only known in each generation.
     file = read_workload_file(request.file, 1, module=request.module)
+    file.check_flags(request.flags)
     request = plain_request(request, file.path, file.plain, 1, notice)
     _report_plain_file(file, notice)
     now = ", ".join(host.name for host in discover())  # asked before anything is written, too

@@ -46,6 +46,7 @@ def run_node(request: RunRequest, node: NodeInfo, outcome: Outcome, notice: Call
     plan = choose_plan(request.plan.with_ranks(world), notice)
     Mesh.parse(plan.mesh).check_fits(world)
     file = read_workload_file(request.file, plan.data_size, plan, request.module)
+    file.check_flags(request.flags)
     request = plain_request(request, file.path, file.plain, world, notice)
     if request.is_dry_run:
         ranks = f"# {per_node} ranks from {node.node_rank * per_node} of {world} on this node"

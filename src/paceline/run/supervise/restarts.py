@@ -123,7 +123,7 @@ class Tries:
             for remark in remarks:
                 self.screen.say(f"paceline: {remark}")
         origin = f"from {resume.name}" if resume else "from the beginning: the job has no checkpoint"
-        if request.is_plain:
+        if request.is_plain or request.resumes_itself:
             origin = "from the beginning of the script"
         if (run_dir / directory.COMMITTED).exists():
             origin = "from its last commit"

@@ -84,6 +84,7 @@ class JobRequest:
         function: the descriptor of the function that every rank calls, in place of `script`; -1: there is none.
         start: the function that starts the fork server on this host.
         owned: the ownership of the run directory; None: another process has it, or nobody can want it.
+        resumes_itself: True where the script's own trainer loads checkpoints, and none of the run's is.
     """
 
     script: Path
@@ -103,6 +104,7 @@ class JobRequest:
     function: int = -1
     start: Start = subprocess.Popen
     owned: Ownership | None = None
+    resumes_itself: bool = False
 
     @property
     def is_plain(self) -> bool:
