@@ -88,10 +88,14 @@ def test_a_missing_result_is_found(trials, run_dir):
 
 @pytest.mark.integration
 def test_a_few_random_signals_find_nothing(tmp_path):
-    words = [sys.executable, str(SCRIPT), "--count", "2", "--seed", "3", "--json", str(tmp_path / "trials.json")]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout + done.stderr
-    made = json.loads((tmp_path / "trials.json").read_text())
-    assert len(made) == 2
+    made = []
+    for seed in (3, 4, 5):  # where a machine's load changes, signals may come after the ends of both jobs
+        words = [sys.executable, str(SCRIPT), "--count", "2", "--seed", str(seed), "--json", str(tmp_path / "a.json")]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, done.stdout + done.stderr
+        made += json.loads((tmp_path / "a.json").read_text())
+        if any(trial["resumes"] for trial in made):
+            break
     assert any(trial["resumes"] for trial in made), "no job was disturbed: the test is void"
+    assert len(made) % 2 == 0
     assert not any(trial["problems"] for trial in made)

@@ -270,7 +270,7 @@ def refused(rank, cases):
         forget()
         os.environ["PACELINE_PLAN"] = json.dumps(asdict(Plan.parse(plan)))
         with pytest.raises(PacelineError) as failure:
-            Trainer(llama(), arguments("out", **changes), train_dataset=texts()).train(resume)
+            Trainer(llama(), arguments("out", **changes), train_dataset=texts(), eval_dataset=texts()).train(resume)
         found[name] = type(failure.value), failure.value.asked, failure.value.found
     return found
 
@@ -283,6 +283,7 @@ REFUSED = {
     "ddp_backend": ({"ddp_backend": "gloo"}, "ddp_backend"),
     "ddp_timeout": ({"ddp_timeout": 7}, "ddp_timeout"),
     "auto_find_batch_size": ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+    "bf16_full_eval": ({"bf16_full_eval": True, "eval_strategy": "epoch"}, "precision of training"),
     "save_only_model": (
         {
             "save_only_model": True,

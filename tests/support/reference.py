@@ -77,6 +77,13 @@ INTERNAL = {
         "save_state",
         "split_between_processes",
     ],
+    # What transformers' Trainer calls.
+    "paceline.integrations.transformers.TrainerMixin": [
+        "create_accelerator_and_postprocess",
+        "floating_point_ops",
+        "job",
+        "train",
+    ],
     # Hooks that Lightning's Trainer calls.
     "paceline.integrations.lightning.Strategy": [
         "setup_environment",
@@ -124,25 +131,6 @@ INTERNAL = {
     "paceline.sinks.mlflow.MLflow": ["write", "close"],
     "paceline.sinks.prometheus.Prometheus": ["write", "close"],
     "paceline.sinks.opentelemetry.OpenTelemetry": ["write", "close"],
-    # transformers' own names, which do what they do there; docs/transformers.md lists them.
-    "paceline.integrations.transformers.Trainer": [
-        "add_callback",
-        "pop_callback",
-        "remove_callback",
-        "get_train_dataloader",
-        "get_eval_dataloader",
-        "get_test_dataloader",
-        "get_decay_parameter_names",
-        "create_optimizer",
-        "create_scheduler",
-        "compute_loss",
-        "log",
-        "log_metrics",
-        "save_metrics",
-        "save_state",
-        "is_world_process_zero",
-        "is_local_process_zero",
-    ],
 }
 
 

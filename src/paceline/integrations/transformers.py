@@ -62,7 +62,7 @@ class TrainerMixin:
 
     accelerator: Accelerator
     args: Any
-    model: torch.nn.Module
+    model: Any
 
     def __init__(self, *arguments: Any, plan: str | None = None, **named: Any) -> None:
         self._plan_line = plan
@@ -85,12 +85,8 @@ class TrainerMixin:
             # TrainingArguments was made before the ranks met, and has the device of a single process.
             vars(self.args)["_setup_devices"] = self.accelerator.device
             self.args._n_gpu = 1
-        if self.accelerator.is_cut and self.args.save_only_model and self.args.load_best_model_at_end:
-            raise UsageError(
-                "load_best_model_at_end needs the parts of the ranks",
-                "save_only_model=True leaves them out of checkpoints",
-                "leave save_only_model out",
-            )
+        if self.accelerator.is_cut:
+            _check_of_parts(self.args)
 
     @property
     def job(self) -> Any:
@@ -181,7 +177,7 @@ class TrainerMixin:
 
         if not counts or not self.accelerator.is_cut:
             return super().floating_point_ops(inputs)  # type: ignore[misc, no-any-return]
-        owner = type(self.model.num_parameters.__self__)  # type: ignore[union-attr]  # of a PeftModel, the base
+        owner = type(self.model.num_parameters.__self__)  # of a PeftModel, the base
         with patched(owner, num_parameters=staticmethod(num_parameters)):
             return super().floating_point_ops(inputs) // self.accelerator.mesh.places  # type: ignore[misc, no-any-return]
 
@@ -222,8 +218,8 @@ class Trainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc]
     """
 
 
-def _is_saved(model: torch.nn.Module) -> Callable[[str], bool]:
-    """Return a predicate of the names that `save_pretrained` writes: of a PeftModel, the adapters' alone."""
+def _is_saved(model: Any) -> Callable[[str], bool]:
+    """Return a predicate of the names that `save_pretrained` writes: of a PeftModel, those of the adapters."""
     if not hasattr(model, "peft_config"):
         return lambda name: True
     from paceline.integrations.peft import names_of_adapters  # peft is another extra
@@ -240,6 +236,22 @@ def _check_arguments(args: Any) -> None:
         value = getattr(args, name)
         if value != defaults[name].default:
             raise UsageError(f"on several ranks Trainer does not take {name}", f"{name}={value!r}", fix)
+
+
+def _check_of_parts(args: Any) -> None:
+    """Raise UsageError where a field of TrainingArguments needs whole tensors, and ranks have parts."""
+    if args.bf16_full_eval or args.fp16_full_eval:
+        raise UsageError(
+            "where ranks have parts of the model, evaluation is in the precision of training",
+            "bf16_full_eval or fp16_full_eval is set",
+            "leave it out, or write replicate in the plan",
+        )
+    if args.save_only_model and args.load_best_model_at_end:
+        raise UsageError(
+            "load_best_model_at_end needs the parts of the ranks",
+            "save_only_model=True leaves them out of checkpoints",
+            "leave save_only_model out",
+        )
 
 
 def _last_complete(folder: Path) -> Path:
@@ -267,5 +279,5 @@ def _last_complete(folder: Path) -> Path:
 
 
 def _own_folder(accelerator: Accelerator, folder: str) -> str:
-    """Return where a rank's random state goes: transformers' names differ by the data rank alone."""
+    """Return where a rank's random state goes: transformers' names tell data ranks apart, and no others."""
     return str(Path(folder, f"rank-{paceline.rank()}")) if accelerator.mesh.places > 1 else folder

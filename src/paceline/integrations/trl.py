@@ -15,7 +15,7 @@ import trl
 from paceline.integrations.transformers import TrainerMixin
 
 
-class SFTTrainer(TrainerMixin, trl.SFTTrainer):  # type: ignore[misc]
+class SFTTrainer(TrainerMixin, trl.SFTTrainer):  # type: ignore[misc, name-defined]
     """A `trl.SFTTrainer` whose model is held, and whose gradients are summed, by Paceline.
 
     Args:
@@ -30,7 +30,7 @@ class SFTTrainer(TrainerMixin, trl.SFTTrainer):  # type: ignore[misc]
     """
 
 
-class DPOTrainer(TrainerMixin, trl.DPOTrainer):  # type: ignore[misc]
+class DPOTrainer(TrainerMixin, trl.DPOTrainer):  # type: ignore[misc, name-defined]
     """A `trl.DPOTrainer` whose model is held, and whose gradients are summed, by Paceline.
 
     The reference model is whole on every rank.
