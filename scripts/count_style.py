@@ -268,7 +268,7 @@ LIMITS: dict[str, int] = {
     "questions": 31,
     "nested": 2,
     "twice": 0,
-    "short": 31,
+    "short": 30,
 }
 
 

@@ -16,7 +16,6 @@ Promises: on N data ranks the parameters, logs and metrics of `transformers.Trai
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -32,8 +31,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 import paceline
 from paceline.integrations.accelerate import STATE, Accelerator, join_ranks, load_parts, other_plan
 from paceline.integrations.saving import names_of_parts, prefix_of
-from paceline.nouns.errors import CheckpointError, UsageError
+from paceline.nouns.errors import CheckpointError, ReadError, UsageError
 from paceline.nouns.patching import patched
+from paceline.nouns.reading import read_json
 from paceline.train.whole_state import whole_state
 
 # Fields of TrainingArguments that another rank would wait for ever for, or that change nothing here: what to write.
@@ -58,6 +58,21 @@ class TrainerMixin:
         UsageError: an argument asks for another engine, or for what several ranks can't do.
         PlanError: the plan contradicts that of the command, the number of ranks, or what a loop can have.
         PeerLostError: not all ranks came.
+
+    Examples:
+        >>> from transformers import BertConfig, BertForSequenceClassification, Seq2SeqTrainer, Seq2SeqTrainingArguments
+        >>> from paceline.integrations.transformers import TrainerMixin
+        >>> class Mine(TrainerMixin, Seq2SeqTrainer):
+        ...     pass
+        >>> config = BertConfig(vocab_size=20, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        ...                     num_attention_heads=2)
+        >>> data = [{"input_ids": torch.arange(3, 11), "label": 1}] * 32
+        >>> args = Seq2SeqTrainingArguments(
+        ...     "out", save_strategy="no", report_to="none", disable_tqdm=True, dataloader_pin_memory=False
+        ... )
+        >>> Mine(BertForSequenceClassification(config), args, train_dataset=data).train().global_step
+        {'train_runtime': ...}
+        12
     """
 
     accelerator: Accelerator
@@ -185,17 +200,7 @@ class TrainerMixin:
 class Trainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc]
     """A `transformers.Trainer` whose model is held, and whose gradients are summed, by Paceline.
 
-    It takes the arguments of transformers' and has its methods. docs/transformers.md says what differs.
-
-    Args:
-        arguments: those of `transformers.Trainer`.
-        plan: the plan, such as "shard=2,zero=2"; that of `paceline run` where None, or plain replication.
-        named: those of `transformers.Trainer`, by name.
-
-    Raises:
-        UsageError: an argument asks for another engine, or for what several ranks can't do.
-        PlanError: the plan contradicts that of the command, the number of ranks, or what a loop can have.
-        PeerLostError: not all ranks came.
+    Its arguments are those of transformers', and `plan` of `TrainerMixin`. docs/transformers.md says what differs.
 
     Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
@@ -205,7 +210,8 @@ class Trainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc]
         >>> row = torch.arange(3, 11)
         >>> data = [{"input_ids": row, "labels": row}] * 32
         >>> args = TrainingArguments(
-        ...     "out", num_train_epochs=2, learning_rate=1e-2, save_strategy="no", report_to="none", disable_tqdm=True
+        ...     "out", num_train_epochs=2, learning_rate=1e-2, save_strategy="no", report_to="none", disable_tqdm=True,
+        ...     dataloader_pin_memory=False
         ... )
         >>> trainer = Trainer(LlamaForCausalLM(config), args, train_dataset=data)
         >>> output = trainer.train()
@@ -267,8 +273,8 @@ def _last_complete(folder: Path) -> Path:
             found.append((int(number), path))
     for _, path in sorted(found, reverse=True):
         try:
-            json.loads((path / TRAINER_STATE_NAME).read_text())
-        except (OSError, ValueError):
+            read_json(path / TRAINER_STATE_NAME)
+        except ReadError:
             continue
         return path
     raise CheckpointError(

@@ -18,30 +18,62 @@ from paceline.integrations.transformers import TrainerMixin
 class SFTTrainer(TrainerMixin, trl.SFTTrainer):  # type: ignore[misc, name-defined]
     """A `trl.SFTTrainer` whose model is held, and whose gradients are summed, by Paceline.
 
-    Args:
-        arguments: those of `trl.SFTTrainer`.
-        plan: the plan, such as "shard=2,zero=2"; that of `paceline run` where None, or plain replication.
-        named: those of `trl.SFTTrainer`, by name.
+    Its arguments are those of TRL's, and `plan` of `TrainerMixin`.
 
-    Raises:
-        UsageError: an argument asks for another engine, or for what several ranks can't do.
-        PlanError: the plan contradicts that of the command, the number of ranks, or what a loop can have.
-        PeerLostError: not all ranks came.
+    Examples:
+        >>> from datasets import Dataset
+        >>> from tokenizers import Tokenizer, models, pre_tokenizers
+        >>> from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+        >>> from trl import SFTConfig
+        >>> from paceline.integrations.trl import SFTTrainer
+        >>> words = {"<pad>": 0, "<s>": 1, "</s>": 2, "one": 3, "two": 4, "three": 5}
+        >>> plain = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+        >>> plain.pre_tokenizer = pre_tokenizers.Whitespace()
+        >>> tokenizer = PreTrainedTokenizerFast(
+        ...     tokenizer_object=plain, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+        ... )
+        >>> config = LlamaConfig(vocab_size=6, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        ...                      num_attention_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+        >>> args = SFTConfig(
+        ...     "out", save_strategy="no", report_to="none", disable_tqdm=True, bf16=False, dataloader_pin_memory=False
+        ... )
+        >>> data = Dataset.from_list([{"text": "one two three"}] * 16)
+        >>> trainer = SFTTrainer(LlamaForCausalLM(config), args, train_dataset=data, processing_class=tokenizer)
+        >>> output = trainer.train()
+        {'train_runtime': ...}
+        >>> output.global_step
+        6
     """
 
 
 class DPOTrainer(TrainerMixin, trl.DPOTrainer):  # type: ignore[misc, name-defined]
     """A `trl.DPOTrainer` whose model is held, and whose gradients are summed, by Paceline.
 
-    The reference model is whole on every rank.
+    Its arguments are those of TRL's, and `plan` of `TrainerMixin`. The reference model is whole on every rank.
 
-    Args:
-        arguments: those of `trl.DPOTrainer`.
-        plan: the plan, such as "shard=2,zero=2"; that of `paceline run` where None, or plain replication.
-        named: those of `trl.DPOTrainer`, by name.
-
-    Raises:
-        UsageError: an argument asks for another engine, or for what several ranks can't do.
-        PlanError: the plan contradicts that of the command, the number of ranks, or what a loop can have.
-        PeerLostError: not all ranks came.
+    Examples:
+        >>> from datasets import Dataset
+        >>> from tokenizers import Tokenizer, models, pre_tokenizers
+        >>> from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+        >>> from trl import DPOConfig
+        >>> from paceline.integrations.trl import DPOTrainer
+        >>> words = {"<pad>": 0, "<s>": 1, "</s>": 2, "one": 3, "two": 4, "three": 5}
+        >>> plain = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+        >>> plain.pre_tokenizer = pre_tokenizers.Whitespace()
+        >>> tokenizer = PreTrainedTokenizerFast(
+        ...     tokenizer_object=plain, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+        ... )
+        >>> config = LlamaConfig(vocab_size=6, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        ...                      num_attention_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+        >>> args = DPOConfig(
+        ...     "out", save_strategy="no", report_to="none", disable_tqdm=True, bf16=False, dataloader_pin_memory=False
+        ... )
+        >>> data = Dataset.from_list([{"prompt": "one", "chosen": "two", "rejected": "three"}] * 16)
+        >>> trainer = DPOTrainer(
+        ...     LlamaForCausalLM(config), LlamaForCausalLM(config), args, train_dataset=data, processing_class=tokenizer
+        ... )
+        >>> output = trainer.train()
+        {'train_runtime': ...}
+        >>> output.global_step
+        6
     """
