@@ -75,7 +75,7 @@ def place(tmp_path, monkeypatch):
     paceline.shutdown()
 
 
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated:FutureWarning")  # of TRL's own arguments
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")  # of TRL's own arguments
 @pytest.mark.parametrize("path", [path for path, what in DOCUMENTED.items() if not isinstance(what, property)])
 def test_an_example_works(path, place):
     shown = io.StringIO()
