@@ -10,6 +10,8 @@ Accelerate, and Lightning Fabric: on the machine as it is, and beside --busy pro
 bench strategies: the time of a step under shard, tensor and pipeline on two ranks, each against the same by hand
 in raw torch (fully_shard, parallelize_module, PipelineStage); both sides must compute the same losses.
 
+bench accelerate: a script of Accelerate on two ranks, by its own accelerator and by Paceline's.
+
 bench horovod: 100 tensors of a ResNet-50 summed on two ranks by Horovod's names, against torch.distributed.
 
 bench restart: the time from `kill -9` of a rank to the next finished step under `paceline run --max-restarts`, against
@@ -30,17 +32,17 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from compare import horovod_names, jobs, observe, planner, restart, step, strategies
+from compare import accelerate_scripts, by_turns, horovod_names, jobs, observe, planner, restart, step, strategies
 from paceline.cli.closed_output import guarded
 from paceline.cli.flags import written_flags
 from paceline.cli.main import INTERRUPTED, Parser
 from paceline.nouns.errors import MEETS_NOT, PacelineError, UsageError
 
 COMMAND = "scripts/bench"
-SUBJECTS = ("step", "jobs", "strategies", "horovod", "restart", "observe", "planner")
+SUBJECTS = ("step", "jobs", "strategies", "horovod", "accelerate", "restart", "observe", "planner")
 # Of the flags, by the name of the value, the subjects that they are about.
 SUBJECTS_OF = {
-    "rounds": ("step", "jobs", "strategies", "horovod", "restart", "observe"),
+    "rounds": ("step", "jobs", "strategies", "horovod", "accelerate", "restart", "observe"),
     "startup_rounds": ("step",),
     "steps": ("jobs",),
     "busy": ("jobs",),
@@ -110,8 +112,13 @@ def run(arguments: argparse.Namespace) -> int:
             result = strategies.run_strategies(folder, arguments.rounds, tell)
             shown = strategies.table
         elif arguments.subject == "horovod":
-            result = horovod_names.run_horovod(folder, arguments.rounds, tell)
-            shown = horovod_names.table
+            rounds, ratios = arguments.rounds, horovod_names.ratios
+            result = by_turns.run_by_turns(horovod_names.JOB, folder, rounds, tell, ratios)
+            shown = by_turns.table
+        elif arguments.subject == "accelerate":
+            rounds, ratios = arguments.rounds, accelerate_scripts.ratios
+            result = by_turns.run_by_turns(accelerate_scripts.JOB, folder, rounds, tell, ratios, ["accelerate"])
+            shown = by_turns.table
         elif arguments.subject == "restart":
             result = restart.run_restarts(folder, arguments.rounds, tell)
             shown = restart.table
