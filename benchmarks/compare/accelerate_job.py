@@ -22,8 +22,13 @@ STEPS = 5  # of a turn
 BATCH_SIZE = 16  # of a rank, as in nlp_example.py
 LENGTH = 64
 _ROWS = 4096
-_SIZES = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 512}
-_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 512,
+}
+_NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def rows() -> list[dict[str, torch.Tensor]]:
@@ -41,8 +46,9 @@ def steps_of(kind: Callable[..., Any]) -> Iterator[float]:
     """
     accelerator = kind(cpu=True)
     set_seed(42)
-    model = BertForSequenceClassification(BertConfig(**_SIZES, **_NO_DROPOUT))
-    loader = DataLoader(rows(), shuffle=True, batch_size=BATCH_SIZE, drop_last=True)
+    model: Any = BertForSequenceClassification(BertConfig(**_SIZES, **_NO_DROPOUT))
+    texts: Any = rows()
+    loader: Any = DataLoader(texts, shuffle=True, batch_size=BATCH_SIZE, drop_last=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
