@@ -131,28 +131,34 @@ def test_requests_that_are_remembered_have_a_limit():
     assert run_ranks(2, _many_names) == [4096, 4096]
 
 
-def _with_a_stranger(rank):
-    """Before rank 1 comes, a process that does not know the key connects, and says something else."""
+def _with_a_stranger(rank, is_silent):
+    """Before rank 1 comes, a process that does not know the key connects, and says nothing or something else."""
     from multiprocessing import AuthenticationError
     from multiprocessing.connection import Client
 
     from paceline.horovod import control
 
     plain = control.Client
+    strangers = []
 
-    def after_a_stranger(address, family, authkey):
-        with pytest.raises((AuthenticationError, EOFError, OSError)):
-            plain(address, family, authkey=b"a guess")
+    def after_a_stranger(address, family=None, authkey=None):
+        if rank > 0 and is_silent:
+            strangers.extend(plain(address, family) for _ in range(3))
+        elif rank > 0:
+            with pytest.raises((AuthenticationError, EOFError, OSError)):
+                plain(address, family, authkey=b"a guess")
         return plain(address, family, authkey=authkey)
 
     assert plain is Client
     control.Client = after_a_stranger
     hvd.init()
+    assert len(strangers) == 3 * (rank > 0 and is_silent)
     return float(hvd.allreduce(torch.tensor(1.0), op=hvd.Sum))
 
 
-def test_a_stranger_at_the_coordinator_is_sent_away():
-    assert run_ranks(2, _with_a_stranger) == [2.0, 2.0]
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_stranger_at_the_coordinator_holds_up_nobody(is_silent):
+    assert run_ranks(2, _with_a_stranger, is_silent, timeout_s=60) == [2.0, 2.0]
 
 
 def _stalled(rank, variables, log):

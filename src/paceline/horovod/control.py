@@ -7,13 +7,14 @@ through the job's process group. Messages are bytes: nothing is unpickled.
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import socket
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, Pipe
+from multiprocessing.connection import Client, Connection, Listener, Pipe, answer_challenge, deliver_challenge
+from queue import Queue
 
 from paceline.comm.process_group import RankInfo
 from paceline.rendezvous.interfaces import address_of, address_towards
@@ -53,22 +54,49 @@ def _accept(rank_info: RankInfo, all_gather_text: Callable[[str], Sequence[str]]
     if is_unix:
         # An abstract name: no file is left behind, and the length of TMPDIR does not matter.
         name = f"paceline-horovod-{secrets.token_hex(16)}"
-        listener = Listener(f"\0{name}", "AF_UNIX", _BACKLOG, authkey=key)
+        listener = Listener(f"\0{name}", "AF_UNIX", _BACKLOG)
         text = f"AF_UNIX\n{name}"
     else:
         host = "127.0.0.1" if rank_info.size == rank_info.local_size else _own_address(rank_info)
-        listener = Listener((host, 0), "AF_INET", _BACKLOG, authkey=key)
+        listener = Listener((host, 0), "AF_INET", _BACKLOG)
         host, port = listener.address
         text = f"AF_INET\n{host}:{port}"
     with listener:
+        proved: Queue[tuple[int, Connection]] = Queue()
+        done = threading.Event()
+        acceptor = threading.Thread(target=_prove_all, args=(listener, key, proved, done), daemon=True)
+        acceptor.start()
         all_gather_text(f"{text}\n{key.hex()}")
         ends: dict[int, Connection] = {}
         while len(ends) < rank_info.size - 1:
-            # Whoever does not know the key, or goes before it is asked, is no rank.
-            with contextlib.suppress(AuthenticationError, EOFError, ConnectionError):
-                end = listener.accept()
-                ends[int.from_bytes(end.recv_bytes(4), "little")] = end
+            rank, end = proved.get()
+            ends[rank] = end
+        done.set()
+        Client(listener.address).close()  # wakes the thread, which closing the socket does not
+        acceptor.join()
     return ends
+
+
+def _prove_all(listener: Listener, key: bytes, proved: Queue[tuple[int, Connection]], done: threading.Event) -> None:
+    """Accept connections, each in a thread of its own: one who says nothing holds up nobody."""
+    while True:
+        end = listener.accept()
+        if done.is_set():
+            end.close()
+            return
+        threading.Thread(target=_prove, args=(end, key, proved), daemon=True).start()
+
+
+def _prove(end: Connection, key: bytes, proved: Queue[tuple[int, Connection]]) -> None:
+    """Put a connection into the queue if the other end knows the key, and close it if not."""
+    try:
+        deliver_challenge(end, key)
+        answer_challenge(end, key)
+        rank = int.from_bytes(end.recv_bytes(4), "little")
+    except (AuthenticationError, EOFError, OSError):
+        end.close()
+    else:
+        proved.put((rank, end))
 
 
 def _own_address(rank_info: RankInfo) -> str:
