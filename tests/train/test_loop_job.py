@@ -1325,6 +1325,26 @@ def test_the_command_says_it_before_it_starts_a_process(tmp_path, command, head,
     assert not (tmp_path / "runs").exists()
 
 
+SCRIPTS = {
+    "accelerate": "from paceline.integrations.accelerate import Accelerator\nAccelerator()\n",
+    "transformers": "from paceline.integrations import transformers\nclass A(transformers.TrainerMixin):\n    pass\n",
+    "trl": "from paceline.integrations.trl import SFTTrainer as Trainer\n",
+    "lightning": "import paceline.integrations.lightning\npaceline.integrations.lightning.Strategy()\n",
+}
+REFUSED_FLAGS = [(script, ["--resume"]) for script in SCRIPTS]
+# The first has the default value.
+REFUSED_FLAGS += [("lightning", flags) for flags in (["--checkpoint-every", "100"], ["--keep", "2"])]
+
+
+@pytest.mark.parametrize(("script", "flags"), REFUSED_FLAGS)
+def test_flags_that_a_trainer_does_not_follow_are_refused(script, flags, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPTS[script])
+    ended = run_command(tmp_path, "run", *flags, "train.py")
+    assert ended.code == 2
+    assert f"{flags[0]} does not apply to train.py" in ended.err
+    assert not (tmp_path / "runs").exists()
+
+
 SHORT = """
 import sys
 for _ in range(2):

@@ -27,13 +27,15 @@ _FORK_SAFE = ("torch", "transformers", "tokenizers", "numpy", "safetensors", "to
 
 _PREPARE = "job, model, optimizer, loader = paceline.prepare(model, optimizer, loader)"
 _OPTIONS_OF_PREPARE = ("seed", "shard_frozen", "whole", "by_part", "sinks")
+_LIGHTNING = "Lightning's Trainer"
 # Modules whose use trains by `paceline.prepare`, on batches of each rank's own; the names in them, and what trains.
 _TRAINERS = {
     module_names.ACCELERATE: (("Accelerator",), "Accelerate's Accelerator"),
     module_names.TRANSFORMERS: (("Trainer", "TrainerMixin"), "transformers' Trainer"),
     module_names.TRL: (("SFTTrainer", "DPOTrainer"), "TRL's trainer"),
-    module_names.LIGHTNING: (("Strategy",), "Lightning's Trainer"),
+    module_names.LIGHTNING: (("Strategy",), _LIGHTNING),
 }
+_OF_CHECKPOINTS = frozenset({"checkpoint_every", "keep", "copy_to"})  # settings of a job that saves by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,13 @@ class WorkloadFile:
                 f"leave {flags['resume']} out; write trainer.train(resume_from_checkpoint=True), "
                 'accelerator.load_state(FOLDER), or for Lightning trainer.fit(module, ckpt_path="last")',
             )
+        if self.trainer == _LIGHTNING:
+            for name in sorted(_OF_CHECKPOINTS & set(flags)):
+                raise UsageError(
+                    f"{flags[name]} does not apply to {self.path}",
+                    f"it trains by {self.trainer}, which writes its own checkpoints",
+                    f"leave {flags[name]} out, and write ModelCheckpoint(every_n_train_steps=...) among the callbacks",
+                )
 
 
 def read_workload_file(text: str, ranks: int, plan: Plan | None = None, module: str = "") -> WorkloadFile:
